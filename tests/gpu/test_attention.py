@@ -19,32 +19,6 @@ from tests.support.philox import kept_weights
 HEADS = 2
 
 
-@pytest.mark.extended
-def test_heads_that_share_keys_drop_other_weights(dtype: torch.dtype, device: torch.device) -> None:
-    layout = PackedLayout.from_lengths([33, 2], device)
-    q, k, v = (torch.randn(35, heads, 16).to(device, dtype).requires_grad_() for heads in (4, 2, 2))
-
-    def run(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        y = attention(q, k, v, layout, dropout=0.25, seed=5, backend="triton")
-        return y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))
-
-    repeated = [x.detach().repeat_interleave(2, dim=1).requires_grad_() for x in (k, v)]
-    y, *grads = run(*repeated)
-    grads[1:] = [x.view(35, 2, 2, 16).float().sum(2) for x in grads[1:]]
-    precise = dtype == torch.float32
-    for found, wanted in zip(run(k, v), (y, *grads), strict=True):
-        close = {"rtol": 1e-5, "atol": 1e-5} if precise else {"rtol": 2e-2, "atol": 5e-2}
-        torch.testing.assert_close(found.float(), wanted.float(), **close)
-
-
-def test_takes_slices_of_one_product(dtype: torch.dtype, device: torch.device) -> None:
-    layout = PackedLayout.from_lengths((5, 12), device)
-    qkv = torch.randn(17, 3, HEADS, 16).to(device, dtype)
-    q, k, v = qkv.unbind(1)
-    expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, backend="triton")
-    assert torch.equal(attention(q, k, v, layout, backend="triton"), expected)
-
-
 @pytest.mark.parametrize("kind", ["none", "rotary", "partly rotary", "relative", "cross"])
 @pytest.mark.representative(kind=["relative", "cross"])
 def test_gradients_of_one_product_are_one_tensor(
@@ -160,13 +134,6 @@ def test_draws_the_same_in_tiles_of_any_shape(
     # Three standard deviations.
     share = mask.double().mean().item()
     assert abs(share - 0.7) < 3 * (0.3 * 0.7) ** 0.5 / size
-
-
-def test_refuses_what_does_not_fit_a_tile(device: torch.device) -> None:
-    layout = PackedLayout.from_lengths((2,), device)
-    x = torch.zeros(2, 1, 257, device=device)
-    with pytest.raises(RuntimeError, match="256 channels"):
-        attention(x, x, x, layout, backend="triton")
 
 
 @pytest.mark.parametrize("kind", ["none", "rotary", "part", "relative"])

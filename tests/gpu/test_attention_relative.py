@@ -203,18 +203,6 @@ def test_distances_that_none_has_get_no_gradient(device: torch.device) -> None:
     assert table[used].abs().sum((1, 2)).all()
 
 
-def test_no_rows(device: torch.device) -> None:
-    layout = PackedLayout.from_lengths((), device)
-    nothing = torch.empty(0, 2, 16, device=device)
-    bias, table = torch.ones(2, 16, device=device), torch.ones(7, 2, 16, device=device)
-    scores = relative_scores(nothing, bias, table, layout, layout)
-    assert scores.shape == (0, 2, 8)
-    position = RelativeBias(bias, bias, table)
-    q, *shared = relative_backward(scores, nothing, nothing, position, layout, layout, _SCALE)
-    assert q.shape == nothing.shape
-    assert not any(x.any() for x in shared)
-
-
 def test_buffer_past_two_billion_elements(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("needs a GPU with 24 GB")

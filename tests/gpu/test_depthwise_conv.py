@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
+from effasr_kernels import PackedLayout, depthwise_conv
 from effasr_kernels.depthwise_conv import ConvArguments, _triton
 from effasr_kernels.runtime.deferred_sums import waiting
 
@@ -120,18 +120,3 @@ def test_gradients_of_parameters_wait_for_those_of_the_layer(
         assert same is not None
         assert sums.column_of(gradient) == column
         assert torch.equal(gradient, same)
-
-
-def test_a_row_of_a_larger_tensor_may_be_given(dtype: torch.dtype, device: torch.device) -> None:
-    layout = PackedLayout.from_lengths((5, 2), device)
-    wide, weight = torch.randn(7, 10).to(device, dtype), torch.randn(3, 3).to(device, dtype)
-    rows = wide[:, 2:8]
-    whole = depthwise_conv(rows.contiguous(), weight, layout, gated=True, backend="triton")
-    assert torch.equal(depthwise_conv(rows, weight, layout, gated=True, backend="triton"), whole)
-
-
-def test_says_why_it_cannot_serve(device: torch.device) -> None:
-    x, weight = torch.zeros(4, 2, device=device), torch.zeros(2, 33, device=device)
-    layout = PackedLayout.from_lengths((4,), device)
-    with pytest.raises(BackendUnavailable, match="more than 32 taps"):
-        depthwise_conv(x, weight, layout, backend="triton")

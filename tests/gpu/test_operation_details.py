@@ -11,20 +11,8 @@ import effasr_kernels
 from effasr_kernels import BackendUnavailable, PackedLayout
 from effasr_kernels.batch_norm import OPERATION, BatchNormArguments
 from effasr_kernels.grouped_linear import _triton as grouped_linear
-from tests.gpu.conftest import EMULATED
-
-
-def test_batch_norm_takes_a_part_of_a_larger_tensor(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    layout = PackedLayout.from_lengths((5, 2), device)
-    wide, ones = torch.randn(7, 10).to(device, dtype), torch.ones(6, device=device)
-
-    def call(x: Tensor) -> Tensor:
-        given = x, ones, ones, ones, ones, layout
-        return effasr_kernels.batch_norm(*given, silu=True, backend="triton")
-
-    assert torch.equal(call(wide[:, 2:8]), call(wide[:, 2:8].contiguous()))
+from effasr_kernels.testing.conformance import Variation, evaluate
+from tests.support.operation_cases import FACTORIES
 
 
 def test_batch_norm_gradients_in_compiled_code_share_no_memory(device: torch.device) -> None:
@@ -93,15 +81,35 @@ def test_gated_activation_of_large_values(activation: Any, device: torch.device)
     assert y.tolist() == [[0.0, 0.0, 0.0, 100.0, 1e4]]
 
 
-def test_gated_activation_of_the_halves_of_a_product(
-    dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize(
+    ("name", "options", "number", "reason"),
+    [
+        ("attention", {"width": 257}, torch.float32, "256 channels"),
+        ("depthwise_conv", {"taps": 33}, torch.float32, "more than 32 taps"),
+        ("guided_attention", {"width": 257}, torch.float32, "head widths up to 256, not 257"),
+        ("guided_attention", {}, torch.float64, "float64 is for the reference"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_is_refused(
+    name: str, options: dict[str, Any], number: torch.dtype, reason: str, device: torch.device
 ) -> None:
-    product = torch.randn(5, 48).to(device, dtype).requires_grad_()
-    results = []
-    for parts in (product.chunk(2, -1), [x.contiguous() for x in product.chunk(2, -1)]):
-        y = effasr_kernels.gated_activation(*parts, activation="silu", backend="triton")
-        results.append((y, *torch.autograd.grad(y.square().sum(), product)))
-    assert all(map(torch.equal, *results))
+    case = FACTORIES[name]((2,), **options)("triton")
+    with pytest.raises(BackendUnavailable, match=reason):
+        evaluate(case, Variation(dtype=number, device=device))
+
+
+def test_guided_attention_keeps_the_digits_of_penalties_of_small_distances(
+    device: torch.device,
+) -> None:
+    """``1 - exp(-x)`` would lose all of them; without a width there is no penalty."""
+    penalties = []
+    for sigma in (1e3, 1e5, 1e10):
+        torch.manual_seed(0)
+        case = FACTORIES["guided_attention"]((17, 3), (40, 33), width=16, sigma=sigma)("triton")
+        outcome = evaluate(case, Variation(dtype=torch.float32, device=device))
+        penalties.append(torch.cat(outcome.rows["result 1"]))
+    torch.testing.assert_close(penalties[0], penalties[1] * 1e4, rtol=1e-5, atol=0)
+    assert penalties[2].abs().max() < 1e-18
 
 
 def test_grouped_linear_launches_no_product_for_frozen_weights(
@@ -120,30 +128,6 @@ def test_grouped_linear_launches_no_product_for_frozen_weights(
     weight = torch.randn(2, 4, 8, device=device)
     effasr_kernels.grouped_linear(x, weight, layout, backend="triton").sum().backward()
     assert kernels == [grouped_linear.multiply] * 2
-
-
-@pytest.mark.skipif(EMULATED > 0, reason="the same launches as in the interpreter")
-def test_grouped_linear_of_a_wider_tensor_and_a_transposed_weight(device: torch.device) -> None:
-    layout = PackedLayout.from_lengths((4, 3), device)
-    wide, weight = torch.randn(7, 20).to(device), torch.randn(2, 8, 6).to(device)
-    call = lambda x, weight: effasr_kernels.grouped_linear(x, weight, layout, backend="triton")
-    expected = call(wide[:, 4:12].contiguous(), weight.transpose(1, 2).contiguous())
-    assert torch.equal(call(wide[:, 4:12], weight.transpose(1, 2)), expected)
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-def test_rms_norm_of_heads_in_any_order(
-    offset: Any, dtype: torch.dtype, device: torch.device
-) -> None:
-    x = torch.randn(3, 4, 16).to(device, dtype).requires_grad_()
-    weight, dy = torch.randn(16, device=device).requires_grad_(), torch.randn(3, 4, 16).to(device)
-    results = []
-    for turned in (x, x.transpose(0, 1)):
-        y = effasr_kernels.rms_norm(turned, weight, eps=1e-6, offset=offset, backend="triton")
-        y = y if turned is x else y.transpose(0, 1)
-        results.append((y, *torch.autograd.grad(y, (x, weight), dy.to(y.dtype))))
-    assert all(map(torch.equal, results[0][:2], results[1][:2]))
-    torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-5, atol=1e-5)
 
 
 def test_subsampling_stem_does_not_hide_nan_of_the_features(device: torch.device) -> None:

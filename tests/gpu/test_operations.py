@@ -124,6 +124,9 @@ CONTRACT: dict[str, list[Row]] = {
         Row((5, 0, 11), {"blank_id": 6, "dtype": torch.int32}, dtypes=_FLOAT32, extended=True),
         # With two labels to choose from, most transcripts repeat theirs, also in a row.
         Row((5, 0, 11), {"classes": 3, "blank_id": 1}, dtypes=_FLOAT32, extended=True),
+        # Of equal labels as many frames are needed, and a blank between each two.
+        Row((3, 4, 5, 6), {"classes": 2, "blank_id": 0, "transcripts": (3,) * 4}, dtypes=_FLOAT32),
+        Row((0, 0, 3, 2, 1), {"transcripts": (0, 2, 0, 1, 0)}, dtypes=_FLOAT32),
         Row((13, 7), dtypes=_FLOAT32, patches={"shared.projection:chunk_rows": lambda _: 8}),
     ],
     "depthwise_conv": [
@@ -248,6 +251,13 @@ VALUES: dict[str, list[Row]] = {
             )
             for x in ("none", "rotary", "relative")
         ),
+        # Heads of queries that share keys drop other weights.
+        Row(
+            (33, 2),
+            {"heads": 4, "group": 2, "width": 16, "dropout": 0.25, "seed": 5},
+            extended=True,
+            patches={"attention.reference:Dropout": PhiloxDropout},
+        ),
         # The bounds of tiles cut chunks.
         *(
             Row(
@@ -278,6 +288,11 @@ VALUES: dict[str, list[Row]] = {
             patches={"bias_activation_dropout._triton:_PROGRAMS": 2},
         ),
         Row((3, 2), {"bias": False, **DROPOUT}, dtypes=_FLOAT32),
+    ],
+    "ctc_loss": [
+        # The definition sums in float64; sums in float32 would be hundreds of times further off.
+        Row((300, 3), {"classes": 10, "transcripts": (50, 1)}, dtypes=_FLOAT32),
+        Row((6, 4), {"transcripts": (3, 1), "longest": 100}, dtypes=_FLOAT32),
     ],
     "depthwise_conv": [
         # Tiles of one sequence meet.
@@ -392,6 +407,33 @@ VALUES: dict[str, list[Row]] = {
                 "subsampling_stem._triton:_PATCH_SPAN": 16,
                 "subsampling_stem._triton:_PROGRAMS": 2,
             },
+        ),
+    ],
+    "transducer_loss": [
+        Row((5, 2), {"transcripts": (2, 1), "durations": (0, 1, 2, 4), "sigma": 0.05}),
+        # Without a frame only the empty transcript is possible.
+        Row((0, 0, 3, 2, 1), {"transcripts": (0, 2, 0, 1, 0)}, dtypes=_FLOAT32),
+        # The definition sums in float64; sums in float32 would be hundreds of times further off.
+        Row((80, 3), {"transcripts": (20, 1), "classes": 10}, dtypes=_FLOAT32),
+        *(
+            Row(
+                frames,
+                {"transcripts": labels, "durations": durations, "sigma": 0.05, **options},
+                dtypes=_FLOAT32,
+                extended=extended,
+            )
+            for frames, labels, durations, options, extended in (
+                ((7, 0, 5), (3, 0, 0), (0, 1, 2, 3, 4), {}, False),
+                ((6, 3), (2, 4), (1, 2, 4), {"activation": "tanh", "longest": 5}, False),
+                # Some of these fit no path.
+                ((2, 3, 4), (0, 0, 1), (0, 3), {}, False),
+                ((0, 0, 2), (0, 1, 1), (0, 1, 2), {}, False),
+                ((1, 1, 1), (1, 0, 2), (1, 2), {}, True),
+                ((1, 4), (0, 0), (2,), {}, True),
+                ((1, 2), (3, 4), (0, 1, 4), {}, True),
+                ((4, 1), (2, 1), (0, 1), {"fastemit": 0.3, "blank_id": 0}, True),
+                ((9,), (2,), (0, 3, 8), {"blank_id": 6}, True),
+            )
         ),
     ],
 }

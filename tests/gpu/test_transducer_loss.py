@@ -16,7 +16,6 @@ from effasr_kernels.transducer_loss.triton.work import Work
 from tests.gpu.live_memory import Live
 from tests.support import operation_cases
 from tests.support.loss_calls import LEAVES, assert_agrees, gradients, transducer_arguments
-from tests.support.operation_cases import labels_for
 
 UPSTREAM, TDT = torch.tensor([1.0, -2.0, 0.5]), (0, 1, 2)
 
@@ -49,15 +48,6 @@ def test_divides_nodes_as_it_is_told(
             )
 
 
-def test_without_frames_only_the_empty_transcript_is_possible(device: torch.device) -> None:
-    for frames, transcripts in (
-        ((0, 0, 3, 2, 1), ([], [1, 0], [], [3], [])),
-        ((0, 0), ([], [1])),
-    ):
-        actual = assert_agrees(transducer_arguments(frames, transcripts, device))
-        assert actual["loss"][:2].tolist() == [0, torch.inf]
-
-
 def _change_sweeps(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
     """Of lattices with durations."""
     before = duration_lattice.DurationSweeps.__init__
@@ -85,13 +75,6 @@ def test_a_strip_hands_on_what_leaves_it(
     monkeypatch.setattr(lattice, "_WIDEST", 16)
     _change_sweeps(monkeypatch, BLOCK=8, num_warps=1)
     assert_agrees(transducer_arguments(frames, labels, device, durations), UPSTREAM)
-
-
-def test_long_sequences_keep_their_digits(device: torch.device) -> None:
-    """The definition sums in float64; sums in float32 would be hundreds of times further off."""
-    transcripts = [labels_for(20, 10, 2).tolist(), [1]]
-    arguments = transducer_arguments((80, 3), transcripts, device, classes=10)
-    assert_agrees(arguments)
 
 
 def _sweep(log_blank: Tensor, log_label: Tensor, device: torch.device) -> tuple[Tensor, ...]:
@@ -133,77 +116,6 @@ def test_lattice_against_float64(frames: int, labels: int, device: torch.device)
     sums = torch.zeros(frames + labels, dtype=torch.float64)
     sums.index_add_(0, diagonal.flatten(), (blank.double() + label.double()).flatten())
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("frames", "labels"), [(40, 30), (7, 70)])
-def test_loads_ahead_of_stores_to_their_buffer_change_no_bit(
-    frames: int, labels: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shares overwrite scores, and occupancies overwrite shares, while later ones are fetched."""
-    scores = _scores(frames, labels)
-    ahead = _sweep(*scores, device)
-    before = lattice._strip
-    assert before(labels)["STAGES"] > 1
-    monkeypatch.setattr(lattice, "_strip", lambda bound: before(bound) | {"STAGES": 1})
-    for x, y in zip(_sweep(*scores, device), ahead, strict=True):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("durations", [None, (1, 2)])
-def test_an_infinite_loss_has_no_gradient_whatever_comes_from_above(
-    durations: tuple[int, ...] | None, device: torch.device
-) -> None:
-    arguments = transducer_arguments((3, 1, 3), ([4], [1, 3], [3]), device, durations)
-    if durations is None:
-        # The row of the second: one of its labels has no probability.
-        arguments["bias"][1] = -torch.inf
-    for upstream in (torch.inf, torch.nan, -2.0):
-        actual = gradients(arguments, torch.tensor([1.0, upstream, 1.0]))
-        assert actual["loss"].isfinite().tolist() == [True, False, True]
-        assert bool((actual["encoded"][3] == 0).all())
-        assert bool((actual["predicted"][2:5] == 0).all())
-        assert bool((actual["encoded"][:3] != 0).any())
-        assert bool(actual["weight"].isfinite().all())
-    assert_agrees(arguments)
-
-
-@pytest.mark.parametrize("durations", [None, (0, 1, 2)])
-@pytest.mark.parametrize("longest", [None, 9])
-@pytest.mark.representative(durations=None, longest=9)
-@pytest.mark.representative(durations=(0, 1, 2), longest=None)
-def test_a_sequence_without_gradient_may_hold_nan(
-    longest: int | None, durations: tuple[int, ...] | None, device: torch.device
-) -> None:
-    arguments = transducer_arguments((3, 4), ([1], [1, 3]), device, durations, longest=longest)
-    upstream = torch.tensor([1.0, 0.0])
-    clean = gradients(arguments, upstream)
-    arguments["encoded"][3:] = torch.nan
-    arguments["predicted"][2:] = torch.nan
-    actual = gradients(arguments, upstream)
-    assert bool(actual["loss"][1].isnan())
-    for name in LEAVES:
-        assert torch.equal(actual[name], clean[name]), name
-
-
-def test_labels_out_of_range_give_nan_and_reach_no_other_sequence(device: torch.device) -> None:
-    """The definition refuses them, on a CPU; a kernel cannot look without waiting."""
-    for label in (-1, 7, 2**20):
-        arguments = transducer_arguments((3, 4), ([1], [1, 3]), device)
-        clean, _ = backend.forward(TransducerArguments(**arguments))
-        arguments["targets"][1] = label
-        (loss,), _ = backend.forward(TransducerArguments(**arguments))
-        assert bool(loss[1].isnan())
-        assert bool(loss[0] == clean[0][0])
-
-
-@pytest.mark.parametrize("durations", [None, (0, 1)])
-def test_saves_what_it_says(durations: tuple[int, ...] | None, device: torch.device) -> None:
-    for longest in (None, 9):
-        arguments = transducer_arguments((3, 2), ([1], [1, 3]), device, durations, longest=longest)
-        _, saved = backend.forward(TransducerArguments(**arguments))
-        said = backend.saved_like(TransducerArguments(**arguments))
-        assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in said]
-        assert (saved[0].numel() > 0) == (longest is not None)
 
 
 @pytest.mark.parametrize(
@@ -274,43 +186,6 @@ def test_groups_and_chunks_cover_every_frame_once() -> None:
         assert node == lattices.nodes[-1]
 
 
-def test_refuses_a_workspace_of_nothing() -> None:
-    with pytest.raises(ValueError, match="`size` must be positive, but is 0"):
-        set_workspace(0)
-
-
-def test_agrees_with_durations_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    arguments = transducer_arguments((5, 2), ([1, 3], [6]), device, (0, 1, 2, 4), dtype=dtype)
-    assert_agrees(arguments)
-
-
-@pytest.mark.parametrize(
-    ("frames", "transcripts", "durations", "possible"),
-    [
-        ((2, 3, 4), ([], [], [1]), (0, 3), [False, True, False]),
-        ((1, 1, 1), ([1], [], [1, 1]), (1, 2), [False, True, False]),
-        ((0, 0, 2), ([], [1], [1]), (0, 1, 2), [True, False, True]),
-        ((1, 4), ([], []), (2,), [False, True]),
-        ((1, 2), ([3, 4, 5], [1, 3, 5, 6]), (0, 1, 4), [True, True]),
-    ],
-    ids=["threes", "no_time", "no_frames", "by_twos", "all_at_once"],
-)
-@pytest.mark.representative(durations=[(0, 3), (0, 1, 2)])
-def test_what_no_path_fits_costs_infinity(
-    frames: tuple[int, ...],
-    transcripts: tuple[list[int], ...],
-    durations: tuple[int, ...],
-    possible: list[bool],
-    device: torch.device,
-) -> None:
-    arguments = transducer_arguments(frames, transcripts, device, durations)
-    actual = assert_agrees(arguments)
-    assert actual["loss"].isfinite().tolist() == possible
-    rows = iter(actual["encoded"].split(list(frames)))
-    for gradient, is_possible in zip(rows, possible, strict=True):
-        assert is_possible or bool((gradient == 0).all())
-
-
 @pytest.mark.parametrize(("frames", "labels"), [(120, 24), (4, 512), (4, 1030)])
 @pytest.mark.representative(labels=[24, 512])
 def test_duration_lattice_against_float64(frames: int, labels: int, device: torch.device) -> None:
@@ -344,51 +219,6 @@ def test_duration_lattice_against_float64(frames: int, labels: int, device: torc
     whole = (took_blank + took_label)[..., None]
     expected = lasting.double().exp() * whole - took
     torch.testing.assert_close(d_duration.view_as(took), expected, rtol=0, atol=2e-6)
-
-
-def test_loads_ahead_of_stores_change_no_bit_with_durations(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Occupancies overwrite scores while those of the next nodes are fetched."""
-    arguments = transducer_arguments((30, 7), ([1, 3] * 9, [3]), device, TDT)
-    ahead = gradients(arguments, UPSTREAM[:2])
-    _change_sweeps(monkeypatch, STAGES=1)
-    found = gradients(arguments, UPSTREAM[:2])
-    assert found.keys() == ahead.keys()
-    for name, x in found.items():
-        assert torch.equal(x, ahead[name]), name
-
-
-def test_durations_beyond_its_registers_are_for_the_reference(device: torch.device) -> None:
-    arguments = transducer_arguments((3,), ([1],), device, (0, 1, 9))
-    reason = backend.unsupported_reason(TransducerArguments(**arguments))
-    assert "durations of up to 8 frames" in str(reason)
-    assert (
-        backend.unsupported_reason(TransducerArguments(**(arguments | {"durations": (0, 1, 8)})))
-        is None
-    )
-
-
-@pytest.mark.parametrize(
-    ("frames", "labels", "durations", "options"),
-    [
-        ((7, 0, 5), (3, 0, 0), (0, 1, 2, 3, 4), {}),
-        ((6, 3), (2, 4), (1, 2, 4), {"activation": "tanh", "longest": 5}),
-        ((4, 1), (2, 1), (0, 1), {"fastemit": 0.3, "blank_id": 0}),
-        ((9,), (2,), (0, 3, 8), {"blank_id": 6, "sigma": 0.0}),
-    ],
-    ids=["usual", "never_0", "one_at_most", "longest"],
-)
-@pytest.mark.representative(durations=[(0, 1, 2, 3, 4), (1, 2, 4)])
-def test_agrees_with_durations(
-    frames: tuple[int, ...],
-    labels: tuple[int, ...],
-    durations: tuple[int, ...],
-    options: dict,
-    device: torch.device,
-) -> None:
-    arguments = transducer_arguments(frames, labels, device, durations, **options)
-    assert_agrees(arguments, UPSTREAM[: len(frames)])
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,6 @@ def test_sequences_that_start_together_read_equally_much(tiny_model, examples, m
         for position in range(read, LENGTH):
             hidden = tiny_model.decode_step(tokens[:, position], state)
             torch.testing.assert_close(hidden, expected[:, position], rtol=1e-5, atol=1e-5)
-    for wrong, match in (
-        ([[1, 2], [3]], r"`read` must have equally many tokens .*, but is \[2, 1\]"),
-        ([[1] * 7], r"at most max_tokens = 6, but is \[7\]"),
-        ([[]] * 7, "`read` must be of at most 6 sequences, as `encoded` is, but is 7"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            tiny_model.start_decoding(encoded, LENGTH, wrong)
 
 
 @torch.no_grad()
@@ -116,33 +109,3 @@ def test_finished_sequences_can_leave(tiny_model, examples, make_batch, tokens):
         rows = [rows[index] for index in selected]
         state.keep(selected)
     assert rows == [3]
-
-
-@torch.no_grad()
-def test_half_precision_decodes_too(tiny_model, examples, make_batch, tokens):
-    batch = make_batch(examples)
-    expected = whole(tiny_model, batch, tokens)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        state = tiny_model.start_decoding(tiny_model.encode(batch), LENGTH)
-        for position in range(LENGTH):
-            hidden = tiny_model.decode_step(tokens[:, position], state)
-    torch.testing.assert_close(hidden.float(), expected[:, -1], rtol=0.1, atol=0.2)
-
-
-@torch.no_grad()
-def test_there_is_no_decoding_past_the_room(tiny_model, examples, make_batch, tokens):
-    encoded = tiny_model.encode(make_batch(examples))
-    state = tiny_model.start_decoding(encoded, 1)
-    tiny_model.decode_step(tokens[:, 0], state)
-    with pytest.raises(ValueError, match="at most 1 tokens can be decoded"):
-        tiny_model.decode_step(tokens[:, 1], state)
-    for wrong in (0, 65):
-        with pytest.raises(ValueError, match=rf"1 to max_positions = 64, but is {wrong}"):
-            tiny_model.start_decoding(encoded, wrong)
-
-
-@torch.no_grad()
-def test_there_is_one_token_for_each_sequence(tiny_model, examples, make_batch, tokens):
-    state = tiny_model.start_decoding(tiny_model.encode(make_batch(examples)), LENGTH)
-    with pytest.raises(ValueError, match=r"`tokens` must be \(4,\), but is \(3,\)"):
-        tiny_model.decode_step(tokens[:3, 0], state)

@@ -7,14 +7,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
-from effasr.model.best_rq import BestRQConfig
-from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerEncoder
 from effasr.model.learning_cost import learning_cost
-from effasr.model.streaming_encoder import check_streamable
 from effasr.nn.experts import ExpertFeedForward, ExpertsConfig, ExpertUse
 from effasr.nn.lora import (
     LoRAConfig,
@@ -26,7 +22,6 @@ from effasr.nn.lora import (
 )
 from effasr.optim.adamw import parameter_groups
 from effasr.training.strategies import weight_copies
-from effasr_kernels import Context
 
 VOCABULARY = 40
 NAMED = ExpertsConfig(count=2, route="task", names=("transcribe", "translate"))
@@ -134,24 +129,6 @@ def test_weights_are_saved_decayed_and_copied_like_others(tiny_config):
     # Autocast casts what `WeightCopies` has copies of; narrow logits would change choices.
     assert list(weight_copies._names(first.linear1)) == ["weight", "bias"]
     assert not list(weight_copies._names(first.router))
-
-
-def test_a_part_that_cannot_have_experts_says_so(tiny_config):
-    config = _with(tiny_config, NAMED, None)
-    other = replace(NAMED, names=("translate", "transcribe"))
-    message = r"`decoder\.experts\.names` must be \('transcribe'.*that of `encoder\.experts`.*late'"
-    with pytest.raises(ValueError, match=message):
-        _with(tiny_config, NAMED, other)
-    with pytest.raises(ValueError, match=r"`decoder\.experts\.route` must be task, .*is language"):
-        _with(tiny_config, NAMED, replace(NAMED, route="language"))
-    with pytest.raises(ValueError, match=r"cannot be exported.*NeMo has no encoder\.experts"):
-        refuse_experts(config, "NeMo")
-    refuse_experts(tiny_config, "NeMo")
-    with pytest.raises(ValueError, match=r"`encoder\.experts\.route` must be learned with `best_"):
-        ModelConfig(encoder=config.encoder, decoder=None, best_rq=BestRQConfig())
-    streamed = replace(config.encoder, causal_convolution=True)
-    with pytest.raises(ValueError, match=r"`experts\.route` must be learned to decode a stream"):
-        check_streamable(streamed, Context(56, 0, 7))
 
 
 @pytest.mark.parametrize("experts", [NAMED, LEARNED], ids=["named", "learned"])

@@ -144,23 +144,6 @@ def test_one_model_serves_several_contexts():
     assert (whole - second).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("context", "options", "message"),
-    [
-        (None, {}, "`encoder.context` must be given to decode a stream"),
-        (Context(None, 0, 3), {}, "`context.left` must be limited to decode a stream"),
-        (Context(3, 1, 3), {}, "`context.right` must be 0 to decode a stream, but is 1"),
-        (CONTEXT, {"causal_convolution": False}, "`encoder.causal_convolution` must be true"),
-    ],
-)
-def test_what_waits_for_later_frames_is_refused(context, options, message):
-    config = FastConformerConfig(
-        **{"width": 32, "layers": 1, "heads": 4, "causal_convolution": True} | options
-    )
-    with pytest.raises(ValueError, match=message):
-        StreamingEncoder(FastConformerEncoder(config, BINS), BINS, 1, context)
-
-
 @pytest.mark.parametrize("contexts", [(CONTEXT,), (CONTEXT, CONTEXT), (Context(2, 1, 1),)])
 def test_the_cost_is_what_torch_counts(contexts, tiny_config, examples, make_batch):
     encoder = dataclasses.replace(

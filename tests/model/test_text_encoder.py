@@ -144,19 +144,6 @@ def test_both_kinds_compile_once_each_and_without_a_break(config, examples, make
     torch._dynamo.reset()
 
 
-def test_what_does_not_fit_is_refused(tiny_config, tiny_model):
-    with pytest.raises(ValueError, match="`text_encoder` must be given for text-only batches"):
-        tiny_model(batch_of(PAIRS))
-    with pytest.raises(ValueError, match="`decoder` must be given where `text_encoder` is"):
-        replace(tiny_config, decoder=None, text_encoder=TEXT)
-    with pytest.raises(ValueError, match=r"`text_encoder\.heads` must divide encoder.width = 32"):
-        replace(tiny_config, text_encoder=replace(TEXT, heads=5))
-    with pytest.raises(ValueError, match="short: `prompt` must have at least one token"):
-        batch_of([replace(PAIRS[1], prompt=[])], StaticShape(9, 9, 1))
-    with pytest.raises(ValueError, match="must fit in `frame_budget` = 9, but fills 12"):
-        batch_of(PAIRS, StaticShape(9, 40, 4))
-
-
 def test_an_export_leaves_the_text_encoder_out(config, tmp_path, caplog):
     decoder = replace(config.decoder, width=config.encoder.width)
     export_model(ASRModel(replace(config, decoder=decoder), VOCABULARY), tmp_path / "hf")

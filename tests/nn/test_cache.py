@@ -345,11 +345,8 @@ def test_hypotheses_copy_only_the_page_that_is_not_full():
     assert rows.cache.used == 2 + 2
     rows.step()
     assert rows.cache.used == 2 + 4
-
-
-def test_hypotheses_of_full_pages_copy_nothing():
-    rows = _Rows(1)
-    rows.cache.reserve(5, PAGE + 1)
+    rows.release(range(4))
+    # Of full pages nothing is copied.
     rows.admit([0], [PAGE])
     rows.select([0] * 4)
     assert rows.cache.used == 1

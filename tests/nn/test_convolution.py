@@ -8,61 +8,30 @@ from effasr.nn.convolution import BatchNorm, ConformerConvolution
 from effasr_kernels import PackedLayout
 
 
-@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
-def test_a_pack_is_each_sequence_alone(norm):
-    torch.manual_seed(0)
-    module = ConformerConvolution(8, 5, norm=norm).eval()
-    layout = PackedLayout.from_lengths([4, 0, 9, 1], rows=17)
-    x = torch.randn(17, 8)
-    packed = module(x, layout)[:14].split([4, 0, 9, 1])
-    for piece, rows in zip(packed, x[:14].split([4, 0, 9, 1]), strict=True):
-        alone = module(rows, PackedLayout.from_lengths([len(rows)]))
-        torch.testing.assert_close(piece, alone)
-
-
-def test_it_is_the_module_of_torch_layers():
-    torch.manual_seed(0)
-    module = ConformerConvolution(6, 3, norm="layer_norm")
-    x = torch.randn(7, 6)
-    gated = nn.functional.glu(module.pointwise1(x))
-    convolved = nn.functional.conv1d(
-        gated.T, module.depthwise.weight[:, None], module.depthwise.bias, padding=1, groups=6
-    ).T
-    expected = module.pointwise2(nn.functional.silu(module.norm(convolved)))
-    actual = module(x, PackedLayout.from_lengths([7]))
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("tail", [0, 3])
-def test_batch_norm_in_training_is_that_of_torch(tail):
+@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm"])
+def test_it_is_the_layers_of_torch_on_each_sequence(norm, tail):
     torch.manual_seed(0)
-    module = ConformerConvolution(6, 3, norm="batch_norm").double()
-    theirs = nn.BatchNorm1d(6).double()
+    module = ConformerConvolution(6, 3, norm=norm).double()
+    theirs = nn.BatchNorm1d(6).double() if norm == "batch_norm" else module.norm
     layout = PackedLayout.from_lengths([4, 0, 7], rows=11 + tail)
     x = torch.randn(11 + tail, 6, dtype=torch.float64, requires_grad=True)
     actual = module(x, layout)[:11]
-    gated = nn.functional.glu(module.pointwise1(x[:11]))
-    convolved = torch.cat(
-        [
-            nn.functional.conv1d(
-                piece.T,
-                module.depthwise.weight[:, None],
-                module.depthwise.bias,
-                padding=1,
-                groups=6,
-            ).T
-            for piece in gated.split([4, 7])
-        ]
-    )
-    expected = module.pointwise2(nn.functional.silu(theirs(convolved)))
+    weight, bias = module.depthwise.weight[:, None], module.depthwise.bias
+    convolved = [
+        nn.functional.conv1d(piece.T, weight, bias, padding=1, groups=6).T
+        for piece in nn.functional.glu(module.pointwise1(x[:11])).split([4, 7])
+    ]
+    expected = module.pointwise2(nn.functional.silu(theirs(torch.cat(convolved))))
     torch.testing.assert_close(actual, expected)
     leaves = [x, *(p for name, p in module.named_parameters() if "norm" not in name)]
     torch.testing.assert_close(
         torch.autograd.grad(actual.square().sum(), leaves),
         torch.autograd.grad(expected.square().sum(), leaves),
     )
-    torch.testing.assert_close(module.norm.running_mean, theirs.running_mean)
-    torch.testing.assert_close(module.norm.running_var, theirs.running_var)
+    if norm == "batch_norm":
+        torch.testing.assert_close(module.norm.running_mean, theirs.running_mean)
+        torch.testing.assert_close(module.norm.running_var, theirs.running_var)
 
 
 def test_biases_can_be_left_out():
@@ -125,20 +94,6 @@ def test_evaluation_is_that_of_torch():
     torch.testing.assert_close(ours.eval()(x, layout), theirs.eval()(x))
 
 
-def test_gradients_are_right():
-    ours, _ = pair(torch.float64)
-    layout = layout_of()
-    x = torch.randn(layout.rows, CHANNELS, dtype=torch.float64, requires_grad=True)
-
-    def normalised(x, weight, bias):
-        parameters = {"weight": weight, "bias": bias}
-        y = torch.func.functional_call(ours, parameters, (x, layout))
-        return y[: layout.total]
-
-    inputs = (x, ours.weight.detach().requires_grad_(), ours.bias.detach().requires_grad_())
-    assert torch.autograd.gradcheck(normalised, inputs)
-
-
 def test_half_precision_sums_in_float32():
     ours, theirs = pair()
     layout = layout_of()
@@ -161,11 +116,3 @@ def test_a_batch_without_a_real_row_teaches_nothing():
     assert not x.grad.any()
     assert not ours.running_mean.any()
     assert torch.equal(ours.running_var, torch.ones(CHANNELS))
-
-
-def test_one_real_row_does_not_divide_by_zero():
-    ours, _ = pair()
-    layout = PackedLayout.from_lengths([1], rows=3)
-    y = ours(torch.randn(3, CHANNELS), layout)
-    torch.testing.assert_close(y[0], ours.bias)
-    assert torch.isfinite(ours.running_var).all()

@@ -128,25 +128,6 @@ def test_compiles_to_the_same_without_a_break(kind, name):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["lstm", "stateless"])
-def test_half_precision(kind):
-    layout = LAYOUTS["static"]
-    predictor = make(kind).float()
-    labels = make_labels(layout)
-    exact = torch.cat(pieces(predictor(labels, layout), layout))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = predictor(labels, layout)
-        step, state = predictor.step(labels[:2], predictor.begin(2))
-        predictor.step(labels[:2], state)
-    rows = torch.cat(pieces(out, layout))
-    torch.testing.assert_close(rows.float(), exact, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(
-        step.float(), predictor.step(labels[:2], predictor.begin(2))[0], rtol=0.05, atol=0.05
-    )
-    rows.float().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in predictor.parameters())
-
-
 def test_lanes_have_one_size_whatever_the_lengths():
     sizes = set()
     for lengths in ((6, 6, 6), (1,) * 9, (0, 6, 0, 6), ()):

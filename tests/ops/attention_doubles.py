@@ -5,6 +5,8 @@ What lies outside every sequence is NaN, as it may be in theirs.
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -75,84 +77,53 @@ def _gradients(given: dict[str, Any], grad: Tensor, *inputs: Tensor) -> list[Ten
     return [_nan_outside(x, *pair) for x, pair in zip(grads, where, strict=True)]
 
 
-def version_2(library: Library) -> Callable[..., Any]:
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
-        given = locals() | {"q": q.detach()}
-        library.calls.append(given)
-        library.deterministic.append(deterministic)
-        return _Double.apply(given, q, k, v)
+def _function(name: str, parameters: str, call: Callable[[dict[str, Any]], Any]) -> Any:
+    """A function of this signature, whose defaults are literals, that passes on what it binds."""
+    pairs = [x.partition("=")[::2] for x in parameters.split()]
+    signature = inspect.Signature(
+        inspect.Parameter(
+            key,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=ast.literal_eval(value) if value else inspect.Parameter.empty,
+        )
+        for key, value in pairs
+    )
 
-    return flash_attn_varlen_func
+    def double(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        return call(bound.arguments)
+
+    double.__name__, double.__signature__ = name, signature  # type: ignore[attr-defined]
+    return double
 
 
-def version_3(library: Library) -> Callable[..., Any]:
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q=None,
-        seqused_k=None,
-        softmax_scale=None,
-        causal=False,
-        qv=None,
-        window_size=(-1, -1),
-        num_splits=1,
-        deterministic=False,
-    ):
-        # Its loads run past the ends of sequences.
-        assert not any(x.isnan().any() for x in (q, k, v))
-        library.calls.append(locals() | {"q": q.detach()})
-        return _Double.apply(library.calls[-1], q, k, v), torch.empty(0)
-
-    return flash_attn_varlen_func
-
-
-def version_4(library: Library) -> Callable[..., Any]:
+_OFFSETS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_SIGNATURES = {
+    2: f"q k v {_OFFSETS} dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) "
+    "softcap=0.0 alibi_slopes=None deterministic=False return_attn_probs=False block_table=None",
+    3: f"q k v {_OFFSETS} seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None "
+    "window_size=(-1,-1) num_splits=1 deterministic=False",
     # In version 4 the fourth argument is another one: only names are safe.
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        qv=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        min_seqlen_k=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(None, None),
-        deterministic=False,
-        score_mod=None,
-    ):
-        assert not any(x.isnan().any() for x in (q, k, v))
-        assert qv is None
-        library.calls.append(locals() | {"q": q.detach()})
-        library.deterministic.append(deterministic)
-        return _Double.apply(library.calls[-1], q, k, v), None
+    4: "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None max_seqlen_k=None "
+    "min_seqlen_k=None softmax_scale=None causal=False window_size=(None,None) "
+    "deterministic=False score_mod=None",
+}
 
-    return flash_attn_varlen_func
+
+def flash_attn(library: Library, version: int) -> Callable[..., Any]:
+    def call(given: dict[str, Any]) -> Any:
+        if version > 2:
+            # Their loads run past the ends of sequences.
+            assert not any(given[x].isnan().any() for x in "qkv")
+            assert given["qv"] is None
+        library.calls.append(given | {"q": given["q"].detach()})
+        if version != 3:
+            library.deterministic.append(given["deterministic"])
+        y = _Double.apply(library.calls[-1], *(given[x] for x in "qkv"))
+        return y if version == 2 else (y, torch.empty(0) if version == 3 else None)
+
+    return _function("flash_attn_varlen_func", _SIGNATURES[version], call)
 
 
 def torchs(library: Library) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -96,21 +96,28 @@ def _assert_expected(lengths: tuple[int, ...], kind: str, **options: Any) -> Non
     torch.testing.assert_close(result, torch.cat(expected))
 
 
-@pytest.mark.parametrize("lengths_k", [None, (3, 1, 0, 5)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        *(
+            ((5, 0, 1, 3), {"causal": causal, "lengths_k": lengths_k})
+            for causal in (False, True)
+            for lengths_k in (None, (3, 1, 0, 5))
+        ),
+        # The table of a relative position has no more distances than the context needs.
+        *(
+            ((11,), {"context": context, "dropout": dropout, "seed": 1})
+            for context in CONTEXTS
+            for dropout in (0.0, 1e-9)
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_matches_one_score_at_a_time(
-    kind: str, causal: bool, lengths_k: tuple[int, ...] | None
+    kind: str, lengths: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    _assert_expected((5, 0, 1, 3), kind, causal=causal, lengths_k=lengths_k)
-
-
-@pytest.mark.parametrize("context", CONTEXTS, ids=str)
-@pytest.mark.parametrize("dropout", [0.0, 1e-9])
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_a_context_leaves_some_keys(kind: str, dropout: float, context: Context) -> None:
-    """The table of a relative position has no more distances than the context needs."""
-    _assert_expected((11,), kind, context=context, dropout=dropout, seed=1)
+    _assert_expected(lengths, kind, **options)
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=str)
@@ -122,16 +129,6 @@ def test_counts_the_pairs_that_are_seen(context: Context) -> None:
     with FlopCounterMode(display=False) as counter:
         attention(x, x, x, layout, context=context)
     assert counter.get_total_flops() == 4 * HEADS * WIDTH * pairs
-
-
-def test_a_context_of_everything_changes_nothing() -> None:
-    layout = PackedLayout.from_lengths([5, 9])
-    q, k, v = torch.randn(3, 14, HEADS, WIDTH)
-    expected = attention(q, k, v, layout, causal=True)
-    torch.testing.assert_close(attention(q, k, v, layout, context=Context(None)), expected)
-    expected = attention(q, k, v, layout)
-    for context in (Context(None, None), Context(0, 0, 9)):
-        torch.testing.assert_close(attention(q, k, v, layout, context=context), expected)
 
 
 def test_other_backends_refuse_a_context() -> None:

@@ -26,10 +26,11 @@ from effasr_kernels import (
 from effasr_kernels.attention import OPERATION as op
 from effasr_kernels.attention import order
 from effasr_kernels.attention.backends import packages, varlen
-from effasr_kernels.testing.conformance import Case, Packed, Shared, check_kernel
+from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.testing.tolerance import poison
-from tests.ops.attention_doubles import Library, torchs, version_2, version_3, version_4
+from tests.ops.attention_doubles import Library, flash_attn, torchs
 from tests.support.attention_arguments import attention_arguments
+from tests.support.operation_cases import FACTORIES
 
 HEADS, WIDTH = 2, 8
 PACKAGES = {
@@ -52,9 +53,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     forward, backward = torchs(library)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    makers = [version_2, version_3, version_4]
-    for name, make in zip(PACKAGES.values(), makers, strict=True):
-        _install(monkeypatch, name, flash_attn_varlen_func=make(library))
+    for version, name in enumerate(PACKAGES.values(), 2):
+        _install(monkeypatch, name, flash_attn_varlen_func=flash_attn(library, version))
     yield library
     packages.find.cache_clear()
 
@@ -111,20 +111,8 @@ def test_values_and_gradients_are_the_references_and_zero_outside(
 
 @pytest.mark.parametrize("backend", [Backend.VARLEN, Backend.FLASH_ATTN_2])
 def test_keeps_the_contract(backend: Backend, lengths: tuple[int, ...]) -> None:
-    packed = {
-        name: [torch.randn(n, HEADS, WIDTH, dtype=torch.float64) for n in lengths] for name in "qkv"
-    }
-
-    def case_for(wanted: str) -> Case:
-        chosen = backend if wanted == "triton" else wanted
-
-        def run(packed: Packed, shared: Shared) -> Tensor:
-            values = (packed[name].values for name in "qkv")
-            return attention(*values, packed["q"].layout, causal=True, backend=chosen)
-
-        return Case(run, packed, results=("q",))
-
-    check_kernel(case_for, torch.float16)
+    case_for = FACTORIES["attention"](lengths, causal=True, width=WIDTH)
+    check_kernel(case_for, torch.float16, backend=backend)
 
 
 def test_the_third_version_serves_inference(library: Library) -> None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from effasr_kernels import BackendUnavailable, PackedLayout, attention
 from effasr_kernels.testing.conformance import (
-    Case,
-    Packed,
-    Shared,
     Variation,
     check_kernel,
     check_order,
@@ -21,36 +15,13 @@ from effasr_kernels.testing.conformance import (
     check_strides,
 )
 from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.operation_cases import FACTORIES
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str),
 ]
 HEADS, GPU = 2, torch.device("cuda")
-
-
-def _case_for(
-    lengths: tuple[int, ...], width: int, backend: str, *, causal: bool, across: bool
-) -> Callable[[str], Case]:
-    lengths_k = lengths[::-1] if across else lengths
-    packed = {
-        name: [torch.randn(n, HEADS, width, dtype=torch.float64) for n in numbers]
-        for name, numbers in (("q", lengths), ("k", lengths_k), ("v", lengths_k))
-    }
-
-    def case_for(wanted: str) -> Case:
-        chosen = backend if wanted == "triton" else wanted
-
-        def run(packed: Packed, shared: Shared) -> Tensor:
-            q, k, v = packed["q"], packed["k"], packed["v"]
-            layout_k = k.layout if across else None
-            return attention(
-                q.values, k.values, v.values, q.layout, layout_k, causal=causal, backend=chosen
-            )
-
-        return Case(run, packed, results=("q",))
-
-    return case_for
 
 
 def _skip_unless(backend: str, dtype: torch.dtype, grad: bool = True) -> None:
@@ -74,7 +45,9 @@ def test_keeps_the_contract(
     dtype: torch.dtype,
 ) -> None:
     _skip_unless(backend, dtype)
-    check_kernel(_case_for(lengths, width, backend, causal=causal, across=across), dtype, GPU)
+    keys = lengths[::-1] if across else None
+    case_for = FACTORIES["attention"](lengths, lengths_k=keys, causal=causal, width=width)
+    check_kernel(case_for, dtype, GPU, backend)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -83,7 +56,7 @@ def test_version_4_keeps_all_but_the_promise_about_neighbours(
 ) -> None:
     """Its loads run past the end of a sequence; NaN there would spread."""
     _skip_unless("flash_attn_4", dtype)
-    case = _case_for(lengths, 64, "flash_attn_4", causal=causal, across=False)("triton")
+    case = FACTORIES["attention"](lengths, causal=causal, width=64)("flash_attn_4")
     there = Variation(dtype=dtype, device=GPU)
     for check in (check_order, check_static_shape, check_strides, check_repeats):
         check(case, there)

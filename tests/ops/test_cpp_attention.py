@@ -250,36 +250,6 @@ def test_is_the_first_on_a_cpu_except_for_float64() -> None:
     assert GUIDED.backends.keys() >= {"cpp"}
 
 
-def test_autocast_to_bfloat16_rounds_the_inputs_and_the_result_alone() -> None:
-    layout = PackedLayout.from_lengths([3, 5])
-    q = torch.randn(8, HEADS, WIDTH)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = attention(q, q, q, layout)
-    rounded = q.bfloat16().float()
-    expected = attention(rounded, rounded, rounded, layout, backend="cpp")
-    assert torch.equal(y, expected.bfloat16())
-
-
-@pytest.mark.parametrize("kind", ["none", "guided"])
-def test_dropout_is_repeated_by_its_seed(kind: str) -> None:
-    """Some weights fall, others are scaled: the mean stays; another seed drops others."""
-    layout = PackedLayout.from_lengths([64, 64])
-    q, v = torch.zeros(128, HEADS, WIDTH), torch.ones(128, HEADS, WIDTH)
-
-    def call(seed: int) -> Tensor:
-        options: dict[str, Any] = {"dropout": 0.25, "seed": seed, "backend": "cpp"}
-        if kind == "guided":
-            return guided_attention(q, q, v, layout, layout, sigma=0.3, **options)[0]
-        return attention(q, q, v, layout, **options)
-
-    first = call(2**61 + 5)
-    assert torch.equal(first, call(2**61 + 5))
-    assert not torch.equal(first, call(5))
-    # 4 x 64 x 64 weights of variance (1 - p) / p / 64^2 each.
-    assert abs(float(first.mean()) - 1) < 5 * (0.25 / 0.75 / (2 * HEADS * 64 * 64)) ** 0.5
-    assert float(first.std()) > 0.01
-
-
 @pytest.mark.parametrize("kind", ["none", "relative", "part", "guided"])
 def test_counts_the_flops_of_the_definition(kind: str) -> None:
     """And works under a dispatch mode, in the dtype that the kernels serve."""

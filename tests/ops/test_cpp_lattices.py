@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,26 +79,6 @@ def test_transducer_matches_the_reference(in_place: bool) -> None:
     planes = [_random_planes(*shape) for shape in SHAPES]
     for pair, result in zip(planes, _transducer(planes, in_place), strict=True):
         _assert_close(result, _expected(pair))
-
-
-def test_transducer_matches_the_sum_over_all_paths() -> None:
-    frames, labels = 4, 3
-    planes = _random_planes(frames, labels, classes=5)
-    masses, paths = [], []
-    for emitting in itertools.combinations(range(frames - 1 + labels), labels):
-        t, u, path = 0, 0, []
-        for step in range(frames + labels):
-            kind = int(step in emitting)
-            path.append((kind, t, u))
-            t, u = t + 1 - kind, u + kind
-        paths.append(path)
-        masses.append(sum(float(planes[kind][t, u]) for kind, t, u in path))
-    mass = torch.tensor(masses, dtype=torch.float64)
-    expected = torch.zeros(2, frames, labels + 1, dtype=torch.float64)
-    for share, path in zip((mass - mass.logsumexp(0)).exp(), paths, strict=True):
-        for node in path:
-            expected[node] += share
-    _assert_close(_transducer([planes])[0], (mass.logsumexp(0), *expected))
 
 
 @pytest.mark.parametrize(
@@ -217,43 +196,6 @@ def test_ctc_matches_the_reference(options: dict[str, Any]) -> None:
         _assert_close(result, _ctc_expected(sequence))
     for x, y in zip(_ctc(sequences, normalized=True), results, strict=True):
         torch.testing.assert_close(x[1], y[1], rtol=1e-5, atol=1e-6)
-
-
-def test_ctc_matches_the_sum_over_all_alignments() -> None:
-    """Of a label that repeats, over the classes of each frame."""
-    frames, labels = 5, torch.tensor([2, 2, 1])
-    log_probs = torch.randn(frames, 3).log_softmax(-1)
-    masses = [
-        sum(float(log_probs[t, c]) for t, c in enumerate(path))
-        for path in itertools.product(range(3), repeat=frames)
-        if [c for c, _ in itertools.groupby(path) if c] == labels.tolist()
-    ]
-    expected = torch.tensor(masses, dtype=torch.float64).logsumexp(0)
-    scores = log_probs[:, [0, *labels.tolist()]]
-    ((total, _),) = _ctc([(scores, torch.zeros(frames), labels)])
-    torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_ctc_is_exact_on_long_sequences() -> None:
-    sequence = _random_transcript(2000, 300, classes=500)
-    total, expected = _ctc_expected(sequence)
-    ((found, shares),) = _ctc([sequence])
-    assert abs(float(found - total)) < 3e-5
-    assert float((shares - expected).abs().max()) < 4e-6
-    counted = expected > 1e-4
-    error = (shares - expected).abs()[counted] / expected[counted]
-    assert float(error.max()) < 8e-6
-
-
-def test_nan_of_ctc_stays_in_its_sequence() -> None:
-    sequences = [_random_transcript(20, 6, classes=90) for _ in range(3)]
-    sequences[1][0][7] = torch.nan
-    found = _ctc(sequences)
-    assert found[1][0].isnan()
-    for x, y in zip(found[::2], _ctc(sequences[::2]), strict=True):
-        assert x[0] == y[0]
-        assert torch.equal(x[1], y[1])
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:

@@ -130,3 +130,20 @@ def assert_agrees(arguments, upstream=None, backend="triton"):
         assert torch.equal(actual[name].isfinite(), finite), name
         assert_no_worse(actual[name][finite], gold[name][finite], baseline[finite])
     return actual
+
+
+def check_infinite_loss(make, device="cpu", backend="triton"):
+    """It has no gradient, whatever comes from above."""
+    arguments = make((3, 2, 3), ([4], [1, 3], [4]), device)
+    # The second cannot be: one of its labels has no probability.
+    arguments["bias"][1] = -torch.inf
+    rows = "encoded" if "encoded" in arguments else "hidden"
+    for upstream in (torch.inf, torch.nan, -2.0):
+        actual = gradients(arguments, torch.tensor([1.0, upstream, -1.0]), backend)
+        assert actual["loss"].isfinite().tolist() == [True, False, True]
+        assert actual["loss"][1] == torch.inf
+        assert not actual[rows][3:5].any()
+        assert (actual[rows][:3] != 0).any()
+        assert actual["weight"].isfinite().all()
+    if rows == "encoded":
+        assert_agrees(arguments, backend=backend)

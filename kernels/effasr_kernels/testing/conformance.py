@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class Variation:
         tail: Number of rows past the last sequence; they hold NaN or the ignored class.
         extra: Number of empty sequences at the end.
         poisoned: A sequence to fill with NaN.
-        strided: Whether the tensors are not contiguous.
+        strides: How the tensors lie in larger ones: every other channel, or as parts of wider rows.
         nan_upstream: Whether the upstream gradient of the tail is NaN.
     """
 
@@ -80,7 +81,7 @@ class Variation:
     tail: int = 0
     extra: int = 0
     poisoned: int | None = None
-    strided: bool = False
+    strides: Literal["", "channels", "rows"] = ""
     nan_upstream: bool = False
     dtype: torch.dtype = torch.float64
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
@@ -112,7 +113,7 @@ def evaluate(
     order = tuple(range(case.sequences)) if variation.order is None else variation.order
     packed = {name: _pack(case, name, order, variation) for name in case.packed}
     shared = {
-        name: _leaf(x.to(variation.device, case.dtype_of(name, variation.dtype)), variation.strided)
+        name: _leaf(x.to(variation.device, case.dtype_of(name, variation.dtype)), variation.strides)
         for name, x in case.shared.items()
     }
     run = case.run if wrap is None else wrap(case.run)
@@ -172,7 +173,9 @@ def check_neighbours(case: Case, base: Variation = _PLAIN) -> None:
 
 def check_strides(case: Case, base: Variation = _PLAIN) -> None:
     """Check that tensors need not be contiguous."""
-    _assert_same(evaluate(case, replace(base, strided=True)), evaluate(case, base))
+    expected = evaluate(case, base)
+    for strides in ("channels", "rows"):
+        _assert_same(evaluate(case, replace(base, strides=strides)), expected)
 
 
 def check_repeats(case: Case, base: Variation = _PLAIN) -> None:
@@ -236,7 +239,7 @@ def check_gradients(case: Case) -> None:
     order = tuple(range(case.sequences))
     packed = {name: _pack(case, name, order, Variation()) for name in case.packed}
     leaves = {name: x.values for name, x in packed.items() if x.values.requires_grad}
-    leaves |= {name: _leaf(x, False) for name, x in case.shared.items()}
+    leaves |= {name: _leaf(x, "") for name, x in case.shared.items()}
 
     def call(*values: Tensor) -> tuple[Tensor, ...]:
         new = dict(zip(leaves, values, strict=True))
@@ -341,12 +344,15 @@ def _pack(case: Case, name: str, order: Sequence[int], variation: Variation) -> 
     if variation.poisoned is not None:
         values = poison(values, packed.layout, order.index(variation.poisoned))
     values = values.to(case.dtype_of(name, variation.dtype))
-    return PackedSequence(_leaf(values, variation.strided), packed.layout)
+    return PackedSequence(_leaf(values, variation.strides), packed.layout)
 
 
-def _leaf(x: Tensor, strided: bool) -> Tensor:
-    if strided:
-        x = torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
+def _leaf(x: Tensor, strides: str) -> Tensor:
+    beside = torch.full_like(x, torch.nan)
+    if strides == "channels":
+        x = torch.stack([x, beside], dim=-1)[..., 0]
+    elif strides == "rows":
+        x = torch.cat([x, beside], dim=-1)[..., : x.shape[-1]]
     return x.detach().requires_grad_()
 
 
