@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from effasr.untrusted.documents import NUMBER, dump_yaml, parse_yaml, read_yaml
+from effasr.untrusted.documents import NUMBER, dump_scalar, dump_yaml, parse_yaml, read_yaml
 
 T = TypeVar("T")
 
@@ -190,6 +190,12 @@ def _apply(cls: type, mapping: dict[str, Any], override: str) -> None:
             node[key] = {}
         node, kinds = node[key], _dataclasses(annotation)
         owner = _select(kinds, node, where) if kinds else annotation
+    if value is not None and dataclasses.is_dataclass(owner):
+        for field in dataclasses.fields(owner):
+            # Of two fields of which one may be given, the later override replaces the other.
+            pair = (field.name, field.metadata.get("replaces", field.name))
+            if last in pair and len(set(pair)) > 1:
+                node.pop(pair[pair.index(last) - 1], None)
     node[last] = value
 
 
@@ -324,11 +330,6 @@ def _describe(annotation: Any) -> str:
 
 
 def _unknown(where: str, key: str, fields: Mapping[str, Any]) -> str:
-    if "max_steps" in fields and "epoch" in key:
-        return (
-            f"`{where}` is an unknown field: a run is measured in steps. Set `max_steps` to the "
-            "epochs times the steps of an epoch, which `effasr plan` shows."
-        )
     near = _nearest(key, list(fields)) or f"the fields are {', '.join(fields)}."
     return f"`{where}` is an unknown field: {near}"
 
@@ -336,6 +337,11 @@ def _unknown(where: str, key: str, fields: Mapping[str, Any]) -> str:
 def _nearest(word: str, words: Sequence[str]) -> str:
     matches = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f"did you mean `{matches[0]}`?" if matches else ""
+
+
+def text_of(value: Any) -> str:
+    """Return a value as it may stand in an override."""
+    return dump_scalar(_plain(value))
 
 
 def _plain(value: Any) -> Any:

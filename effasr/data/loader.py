@@ -97,6 +97,9 @@ class Loader:
         """Return the plan of an epoch; the latest are kept."""
         return self._both_plans(epoch)[0]
 
+    def count_steps(self, epochs: Iterable[int]) -> int:
+        return sum(self._planner.plan(epoch).num_steps for epoch in epochs)
+
     def text_plan(self, epoch: int) -> EpochPlan | None:
         """Return the plan of the text-only micro-batches that go with an epoch; None without any.
 

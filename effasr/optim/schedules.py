@@ -15,22 +15,32 @@ class ScheduleConfig:
 
     Attributes:
         name: ``inverse_sqrt``: falls as one over the square root of the updates since the
-            warm-up. ``cosine``: falls to the floor at the last step, along half a cosine.
-            ``flat_cosine``: stays at the peak up to ``flat_fraction`` of all steps, then as
-            ``cosine``.
+            warm-up. ``noam``: the same, with ``optimizer.lr`` as the factor of the formula
+            ``lr (width made) ** -0.5``, usually 0.5 to 5. ``constant``: stays at the peak.
+            ``cosine``: falls to the floor at the last step, along half a cosine. ``flat_cosine``:
+            stays at the peak up to ``flat_fraction`` of all steps, then as ``cosine``.
         warmup_steps: Updates over which the rate rises linearly from zero to its peak.
-        flat_fraction: Share of ``max_steps`` after which ``flat_cosine`` begins to fall.
+        steps: Steps after which ``cosine`` and ``flat_cosine`` are at their floor, where they
+            stay; null for the steps of the run.
+        width: The width in the formula of ``noam``; null for that of the encoder.
+        flat_fraction: Share of these steps after which ``flat_cosine`` begins to fall.
         min_ratio: Floor of the learning rate as a fraction of the peak.
     """
 
-    name: Literal["inverse_sqrt", "cosine", "flat_cosine"] = "inverse_sqrt"
+    name: Literal["inverse_sqrt", "noam", "constant", "cosine", "flat_cosine"] = "inverse_sqrt"
     warmup_steps: int = 2000
+    steps: int | None = None
+    width: int | None = None
     flat_fraction: float = 0.3
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ValueError(f"`warmup_steps` must be at least 0, but is {self.warmup_steps}.")
+        for name in ("steps", "width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1 or null, but is {value}.")
         for name in ("flat_fraction", "min_ratio"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
@@ -41,14 +51,19 @@ def learning_rate_ratio(config: ScheduleConfig, step: int, max_steps: int) -> fl
     """Return the learning rate of update ``step`` of ``max_steps``, as a part of the peak.
 
     The warm-up ends at update ``warmup_steps - 1`` and the cosine reaches its floor at update
-    ``max_steps - 1``: both exactly.
+    ``max_steps - 1``: both exactly. Of ``noam`` it is a part of ``optimizer.lr``.
     """
-    made = step + 1
+    made, warmup, peak = step + 1, max(config.warmup_steps, 1), 1.0
+    if config.name == "noam":
+        assert config.width is not None
+        peak = 1 / math.sqrt(config.width * warmup)
     if made < config.warmup_steps:
-        return made / config.warmup_steps
-    if config.name == "inverse_sqrt":
-        return max(math.sqrt(max(config.warmup_steps, 1) / made), config.min_ratio)
-    begin = config.warmup_steps
+        return peak * made / config.warmup_steps
+    if config.name in ("inverse_sqrt", "noam"):
+        return peak * max(math.sqrt(warmup / made), config.min_ratio)
+    if config.name == "constant":
+        return 1.0
+    begin, max_steps = config.warmup_steps, config.steps or max_steps
     if config.name == "flat_cosine":
         begin = max(begin, config.flat_fraction * max_steps)
     if made <= begin:

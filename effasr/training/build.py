@@ -162,7 +162,7 @@ def build_train_state(
     state = TrainState(
         config=StepConfig(
             learning_rate=lambda made: (
-                peak * learning_rate_ratio(config.schedule, made, settings.max_steps)
+                peak * learning_rate_ratio(config.schedule, made, settings.known_steps)
             ),
             autocast=autocast,
             costs=costs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,12 @@ from effasr.optim.schedules import ScheduleConfig, relative_batch
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.loss import LossConfig
 from effasr.training.profiler import ProfileConfig
+
+_STEPS = 100_000
+_UNITS = {"s": 1, "min": 60, "h": 3600}
+
+INTERVALS = ("log_every", "validate_every", "checkpoint_every")
+"""Fields of ``training`` that are steps or a time."""
 
 ASYNCHRONOUS = ("adpsgd", "h_adpsgd")
 """Strategies whose learners do not wait for each other."""
@@ -101,12 +108,20 @@ class LoopConfig:
     """The training loop: its length, its parallelism, and what it writes when.
 
     Attributes:
-        max_steps: Updates of the whole run.
+        max_steps: Updates of the whole run; 100,000 without ``max_epochs``.
+        max_epochs: Epochs of the whole run, in place of ``max_steps``, which then are the steps
+            that the plan of the data has in them, on any number of ranks.
+        max_time: Hours, or a time such as ``90min``, after which this process stops as on a signal:
+            with a checkpoint, from which the same command continues; null for no limit.
+        patience: Number of validations in a row without a better result (`evaluation.best_by`)
+            after which the run ends; null for none.
         stop_at: Stop after this step, with a checkpoint, as on a signal; the run continues from it
             when it is started again.
-        log_every: Steps between two lines of metrics.jsonl.
-        validate_every: Steps between two validations; the last step has one, too.
-        checkpoint_every: Steps between two checkpoints; the last step has one, too.
+        log_every: Steps between two lines of metrics.jsonl, or a time such as ``30s``.
+        validate_every: Steps between two validations, or a time such as ``2h``; the last step has
+            one, too.
+        checkpoint_every: Steps between two checkpoints, or a time such as ``20min``; the last step
+            has one, too.
         keep: Newest checkpoints to keep, besides that with the best validation.
         async_save: Whether training continues while a checkpoint is written. It then stops only for
             a copy to the host, which takes memory for weights and moments once more.
@@ -166,11 +181,14 @@ class LoopConfig:
         profile: Steps to profile.
     """
 
-    max_steps: int = 100_000
+    max_steps: int | None = None
+    max_epochs: int | None = field(default=None, metadata={"replaces": "max_steps"})
+    max_time: float | str | None = None
+    patience: int | None = None
     stop_at: int | None = None
-    log_every: int = 50
-    validate_every: int = 2000
-    checkpoint_every: int = 1000
+    log_every: int | str = 50
+    validate_every: int | str = 2000
+    checkpoint_every: int | str = 1000
     keep: int = 3
     async_save: bool = True
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -201,9 +219,20 @@ class LoopConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "log_every", "validate_every", "checkpoint_every", "keep"):
-            if getattr(self, name) < 1:
+        if self.max_steps is not None and self.max_epochs is not None:
+            raise ValueError(
+                f"`max_epochs` must be null where `max_steps` is given, but they are "
+                f"{self.max_epochs} and {self.max_steps}: set one of them to null."
+            )
+        if self.max_steps is None and self.max_epochs is None:
+            object.__setattr__(self, "max_steps", _STEPS)
+        for name in INTERVALS:
+            if interval_seconds(name, getattr(self, name)) is None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+        if self.keep < 1:
+            raise ValueError(f"`keep` must be at least 1, but is {self.keep}.")
+        if self.max_time_s is not None and self.max_time_s <= 0:
+            raise ValueError(f"`max_time` must be positive or null, but is {self.max_time}.")
         for name in ("clip", "timeout_s", "data_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)}.")
@@ -214,10 +243,36 @@ class LoopConfig:
             )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"`ema_decay` must lie between 0 and 1, but is {self.ema_decay}.")
-        for name in ("stop_at", "threads", "ema_reference_micro_batches"):
+        for name in (
+            *("max_steps", "max_epochs", "patience", "stop_at", "threads"),
+            "ema_reference_micro_batches",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1 or null, but is {value}.")
+
+    @property
+    def known_steps(self) -> int:
+        """``max_steps``, which `resolve` derives from ``max_epochs``."""
+        return self.max_steps or _STEPS
+
+    @property
+    def max_time_s(self) -> float | None:
+        if isinstance(self.max_time, str):
+            return interval_seconds("max_time", self.max_time)
+        return self.max_time and 3600 * self.max_time
+
+
+def interval_seconds(name: str, value: int | str) -> float | None:
+    """Return the seconds of an interval in time, such as ``20min``; None for one in steps."""
+    if isinstance(value, int):
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", value)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(
+            f"`{name}` must be a number, or a time in s, min or h such as 20min, but is {value!r}."
+        )
+    return float(match[1]) * _UNITS[match[2]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,11 +284,17 @@ class EvaluationConfig:
     Attributes:
         max_utterances: Number of utterances of each set, an even sample that ``seed`` chooses;
             null for all.
+        best_by: Metric of the best checkpoint, and of ``training.patience``: word or character
+            error rate, or the loss of the probe (``training.diagnostics``), each over all sets of
+            ``best_sets``. Pretraining on audio alone has its loss.
+        best_sets: Names of these sets, as validation.jsonl has them; empty for all.
         normalizer: Normaliser of both texts before words are compared; see `effasr evaluate`.
         decoding: Decoding.
     """
 
     max_utterances: int | None = None
+    best_by: Literal["wer", "cer", "loss"] = "wer"
+    best_sets: tuple[str, ...] = ()
     normalizer: str = "basic"
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 

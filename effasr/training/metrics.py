@@ -59,6 +59,8 @@ class TrainingMetrics:
     oom_splits: int = 0
     # Whether a rank was asked to stop.
     stopping: bool = False
+    # Intervals in time that were over when the newest step began: `StepCounts.due`.
+    due: int = 0
     _sums: dict[str, float] = field(default_factory=dict)
     _pending: deque[StepReport] = field(default_factory=deque)
     _seconds: float = 0.0
@@ -74,6 +76,7 @@ class TrainingMetrics:
         self._pending.append(report)
         counts = StepCounts.from_values(report.counts.read())
         self.stopping = counts.stopping > 0
+        self.due = round(counts.due)
         self._increase(
             steps=1,
             audio_seconds=counts.audio_seconds,

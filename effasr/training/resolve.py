@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from effasr import checkpoint
@@ -17,8 +19,20 @@ from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.training import cuda_graph
 from effasr.training.batch_division import as_before, divide, requested
-from effasr.training.checkpointing.resume import Saved, begin_anew, check_resumable, check_same_plan
-from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale, resolve_losses
+from effasr.training.checkpointing.resume import (
+    Saved,
+    begin_anew,
+    check_resumable,
+    check_same_plan,
+    show_changes,
+)
+from effasr.training.config import (
+    ASYNCHRONOUS,
+    INTERVALS,
+    TrainConfig,
+    adascale_scale,
+    resolve_losses,
+)
 from effasr.training.corpus import load_corpus
 from effasr.training.weights import joins_language_model, source_of_model
 
@@ -40,23 +54,19 @@ class Resolved:
     tokenizer: Tokenizer
     corpus: TrainingCorpus
     loader: Loader
-    # How micro-batches were divided among more ranks: the state for a resumed run, and a line.
+    # How micro-batches were divided among more ranks: the state for a resumed run.
     division: dict[str, Any] | None = None
-    division_line: str = ""
+    # What was derived, for the user.
+    lines: Sequence[str] = ()
 
 
 def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContext) -> Resolved:
     """Resolve the settings, and read the tokenizer and the corpus; all ranks call this."""
-    fields = requested(config)
+    budgets = requested(config)
     config = resolve_config(as_before(config, saved), saved)
-    division, line = None, ""
-    warmup, steps = config.schedule.warmup_steps, config.training.max_steps
-    if warmup > steps:
-        log.warning(
-            "the warm-up, schedule.warmup_steps=%d, is longer than the run of %d steps: the "
-            "learning rate only reaches %d %% of its peak; set schedule.warmup_steps to about %d",
-            *(warmup, steps, 100 * steps // warmup, max(1, steps // 10)),
-        )
+    if saved is None:
+        check_effects(config)
+    division, lines = None, []
     if saved is not None:
         check_resumable(saved, config, context.size)
     tokenizer = find_tokenizer(config, saved)
@@ -69,7 +79,8 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
         division = saved.state.get("division")
     elif config.data.micro_batches < context.size:
         config, parts, line = divide(config, corpus, context.size)
-        division = {"parts": parts, "requested": fields}
+        lines.append(line)
+        division = {"parts": parts, "requested": budgets}
         corpus = load_corpus(config, tokenizer, saved)
     text_alone = config.data.text_alone
     text_cost = text_cost_model(config.model, tokenizer.vocab_size) if text_alone else None
@@ -84,7 +95,136 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
     )
     if saved is not None:
         check_same_plan(saved.state, loader.fingerprint)
-    return Resolved(config, saved, tokenizer, corpus, loader, division, line)
+    if (epochs := config.training.max_epochs) is not None:
+        # Each rank plans some of them, because the plan of a large corpus takes seconds.
+        counted = loader.count_steps(range(context.rank, epochs, context.size))
+        steps = sum(context.all_gather(counted))
+        training = replace(config.training, max_steps=steps, max_epochs=None)
+        config = replace(config, training=training)
+        lines.append(f"training.max_epochs={epochs}: {steps} steps")
+    _check_warmup(config)
+    if saved is not None:
+        show_changes(saved, config)
+    return Resolved(config, saved, tokenizer, corpus, loader, division, lines)
+
+
+def _check_warmup(config: TrainConfig) -> None:
+    warmup, steps = config.schedule.warmup_steps, config.training.known_steps
+    if config.schedule.name in ("cosine", "flat_cosine"):
+        steps = min(steps, config.schedule.steps or steps)
+    if warmup > steps:
+        log.warning(
+            "the warm-up, schedule.warmup_steps=%d, is longer than the %s of %d steps: the "
+            "learning rate only reaches %d %% of its peak; set schedule.warmup_steps to about %d",
+            *(warmup, "run" if steps == config.training.known_steps else "schedule"),
+            *(steps, 100 * steps // warmup, max(1, steps // 10)),
+        )
+
+
+_GIVEN = ("is given", ())
+
+_BUCKETED = ("bucketed", "sync_bucketed", "sync_bucketed_2d")
+
+_UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
+    ("data.buckets", "data.strategy", ("is", _BUCKETED)),
+    ("data.prefetch", "data.workers", _GIVEN),
+    ("data.speed_perturbation", "data.text_share", ("is not", (1,))),
+    ("data.audio_augmentation.*", "data.text_share", ("is not", (1,))),
+    ("data.on_bad_audio", "data.text_share", ("is not", (1,))),
+    ("data.filters.max_tokens_per_second", "data.text", ("is not", ("ignored",))),
+    ("data.filters.max_characters_per_second", "data.text", ("is not", ("ignored",))),
+    ("data.filters.rate_deviations", "data.text", ("is not", ("ignored",))),
+    ("data.filters.characters", "data.text", ("is not", ("ignored",))),
+    ("data.filters.max_unknown", "data.text", ("is not", ("ignored",))),
+    (
+        "data.audio_augmentation.reverberation.decay_time",
+        *("data.audio_augmentation.reverberation.simulated", _GIVEN),
+    ),
+    ("loss.label_smoothing", "model.decoder", _GIVEN),
+    ("loss.label_smoothing", "model.language_model", _GIVEN),
+    ("loss.guided_sigma", "loss.guided_weight", _GIVEN),
+    ("loss.guided_after_ctc", "loss.guided_weight", _GIVEN),
+    ("loss.guided_after_ctc", "loss.ctc_weight_before", _GIVEN),
+    ("optimizer.lr_reference_micro_batches", "optimizer.lr_scaling", ("is not", ("none",))),
+    ("optimizer.lr_reference_micro_batches", "optimizer.adascale", _GIVEN),
+    ("optimizer.exempt", "optimizer.weight_decay", _GIVEN),
+    ("schedule.steps", "schedule.name", ("is", ("cosine", "flat_cosine"))),
+    ("schedule.width", "schedule.name", ("is", ("noam",))),
+    ("schedule.flat_fraction", "schedule.name", ("is", ("flat_cosine",))),
+    ("schedule.min_ratio", "schedule.name", ("is not", ("constant",))),
+    ("training.patience", "data.validation", _GIVEN),
+    ("training.ema_reference_micro_batches", "training.ema_decay", _GIVEN),
+    ("training.local_sgd.*", "training.strategy", ("is", ("local_sgd",))),
+    ("training.hierarchical.*", "training.strategy", ("is", ("hierarchical",))),
+    ("training.delayed.*", "training.strategy", ("is", ("delayed",))),
+    ("training.gossip.*", "training.strategy", ("is", ASYNCHRONOUS)),
+    ("training.profile.first_step", "training.profile.tool", ("is not", ("none",))),
+    ("training.profile.first_step", "training.profile.memory", _GIVEN),
+    ("training.profile.steps", "training.profile.tool", ("is not", ("none",))),
+    ("training.profile.steps", "training.profile.memory", _GIVEN),
+    ("training.profile.ranges", "training.profile.tool", ("is not", ("none",))),
+    ("training.profile.layers", "training.profile.tool", ("is not", ("none",))),
+    ("evaluation.best_by", "model.best_rq", ("is", (None,))),
+    *(
+        (f"evaluation.decoding.{name}", f"evaluation.decoding.{other}", condition)
+        for name in ("length_penalty", "coverage_penalty")
+        for other, condition in (
+            ("beam", ("is not", (1,))),
+            *((other, _GIVEN) for other in ("ctc_weight", "lm", "no_repeat_ngram")),
+        )
+    ),
+    ("model.transducer.layers", "model.transducer.predictor", ("is", ("lstm",))),
+    ("model.transducer.context", "model.transducer.predictor", ("is", ("stateless",))),
+    ("model.transducer.sigma", "model.transducer.durations", _GIVEN),
+    ("model.spec_augment.freq_width", "model.spec_augment.freq_masks", _GIVEN),
+    ("model.spec_augment.time_width", "model.spec_augment.time_masks", _GIVEN),
+    ("model.language_model.adapter_width", "model.language_model.adapter", ("is", ("mlp",))),
+    ("model.encoder.position_dropout", "model.encoder.position", ("is", ("relative",))),
+)
+"""Fields that have no effect unless another field has certain values; any row of a field will do.
+
+A value that is given is neither null nor false, zero or empty."""
+
+
+def check_effects(config: TrainConfig) -> None:
+    """Refuse values other than the defaults of fields that have no effect."""
+    unused: dict[str, str] = {}
+    for path in dict.fromkeys(path for path, _, _ in _UNLESS):
+        parent, _, name = path.rpartition(".")
+        section = _value(config, parent)
+        rows = [row for row in _UNLESS if row[0] == path]
+        # What an imported model has may have no use in it.
+        is_imported = config.init_from is not None and path.startswith("model.")
+        if section is None or is_imported or any(_holds(config, *row[1:]) for row in rows):
+            continue
+        rules = (" ".join([other, word, *_listed(values)]) for _, other, (word, values) in rows)
+        rule = " or ".join(rules)
+        for each in fields(section):
+            value = getattr(section, each.name)
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if name in ("*", each.name) and value != default:
+                unused[f"{parent}.{each.name}={configuration.text_of(default)}"] = (
+                    f"`{parent}.{each.name}` has no effect unless {rule}, but is "
+                    f"{configuration.text_of(value)}"
+                )
+    if unused:
+        raise ValueError(
+            f"{'; '.join(unused.values())}: leave it out, or set the default, {' '.join(unused)}."
+        )
+
+
+def _value(config: TrainConfig, path: str) -> Any:
+    return reduce(lambda node, part: getattr(node, part, None), path.split("."), config)
+
+
+def _holds(config: TrainConfig, other: str, condition: tuple[str, tuple[Any, ...]]) -> bool:
+    word, values = condition
+    value = _value(config, other)
+    return bool(value) if condition is _GIVEN else (value in values) == (word == "is")
+
+
+def _listed(values: tuple[Any, ...]) -> list[str]:
+    return [" or ".join(map(configuration.text_of, values))] if values else []
 
 
 def resolve_config(config: TrainConfig, saved: Saved | None) -> TrainConfig:
@@ -109,6 +249,9 @@ def resolve_config(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     _check_text(config)
     if config.optimizer.adascale is not None:
         adascale_scale(config)
+    if config.schedule.name == "noam" and config.schedule.width is None:
+        width = config.model.encoder.width
+        config = replace(config, schedule=replace(config.schedule, width=width))
     loss = resolve_losses(config.loss, config.model)
     return replace(config, loss=loss, training=replace(config.training, restart=False))
 
@@ -200,6 +343,18 @@ def _check_strategy(config: TrainConfig) -> None:
             "`optimizer.adascale` needs training.strategy ddp, in which each rank has its whole "
             f"gradient before the all-reduce, but the strategy is {strategy}: change one of them."
         )
+    if config.training.max_epochs is not None and config.optimizer.adascale is not None:
+        raise ValueError(
+            "`training.max_epochs` must be null with optimizer.adascale, whose steps count as "
+            f"several, but is {config.training.max_epochs}: set training.max_steps."
+        )
+    for name in INTERVALS:
+        value = getattr(config.training, name)
+        if strategy in ASYNCHRONOUS and isinstance(value, str):
+            raise ValueError(
+                f"`training.{name}` must be a number of steps with training.strategy {strategy}, "
+                f"whose learners have no step in common, but is {value!r}."
+            )
     if strategy in ASYNCHRONOUS and config.data.strategy != "packed":
         raise ValueError(
             f"`data.strategy` must be packed with training.strategy {strategy}, whose learners "

@@ -105,6 +105,7 @@ def train_step(
     step: int,
     *,
     stopping: bool = False,
+    due: int = 0,
     places: Sequence[int] | None = None,
 ) -> StepReport:
     """Update the weights once, by the mean loss over all micro-batches of all ranks.
@@ -119,7 +120,7 @@ def train_step(
     if state.teacher is not None:
         micro_batches, labelled = state.teacher.label(micro_batches, step)
     with ranges.range("counts"):
-        counted = StepCounts.from_batches(micro_batches, context, stopping, config.costs)
+        counted = StepCounts.from_batches(micro_batches, context, stopping, config.costs, due)
         counts = context.all_reduce(counted.tensor(context.device, labelled))
         counts_copy = HostCopy(counts)
     if places is None:

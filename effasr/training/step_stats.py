@@ -38,6 +38,8 @@ class StepCounts:
     token_rows: float
     # Number of ranks that were asked to stop.
     stopping: float
+    # Intervals in time that are over, as a sum of powers of two, by rank 0's clock.
+    due: float
     # Of forward and backward without padding.
     useful_flops: float
     recomputed_flops: float
@@ -51,6 +53,7 @@ class StepCounts:
         context: DistributedContext,
         stopping: bool,
         costs: StepCosts,
+        due: int = 0,
     ) -> StepCounts:
         useful, work = work_of(micro_batches, costs.speech, costs.text)
         recomputed = costs.recomputed
@@ -63,13 +66,14 @@ class StepCounts:
             tokens=sum(batch.num_tokens for batch in micro_batches),
             token_rows=sum(batch.tokens.layout.rows for batch in micro_batches),
             stopping=stopping,
+            due=due,
             useful_flops=useful,
             recomputed_flops=recomputed_work_of(micro_batches, *recomputed) if recomputed else 0.0,
             work=tuple(work if rank == context.rank else 0.0 for rank in range(context.size)),
         )
 
     def tensor(self, device: torch.device, labelled: Tensor | None = None) -> Tensor:
-        """Return float64 (10 + ranks,) on the device: exact, and one all-reduce.
+        """Return float64 (11 + ranks,) on the device: exact, and one all-reduce.
 
         ``labelled``, float64 (), are more ``monotonic_targets``, of which only the device knows.
         """

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -25,7 +25,13 @@ from effasr.training import build
 from effasr.training.checkpointing.resume import Saved, identity
 from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints
 from effasr.training.checkpointing.state import OptimizerState, RunProgress, Stateful
-from effasr.training.config import ASYNCHRONOUS, TrainConfig
+from effasr.training.config import (
+    ASYNCHRONOUS,
+    INTERVALS,
+    LoopConfig,
+    TrainConfig,
+    interval_seconds,
+)
 from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.monitor import build_diagnostics
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, is_finite
@@ -44,6 +50,8 @@ from effasr.training.strategies.parallelism import average_over_ranks, full_weig
 if TYPE_CHECKING:
     from effasr.training.untranscribed.pretraining import LossResult, LossValidator
     from effasr.training.validation import SetResult, Validator
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +77,7 @@ def _run(config: TrainConfig) -> int:
     on_host = settings.strategy in ASYNCHRONOUS
     with (
         distributed_context(settings.device, settings.timeout_s, on_host=on_host) as context,
-        listening() as stop,
+        listening(settings.max_time_s) as stop,
     ):
         if not context.is_main:
             logging.getLogger("effasr").setLevel(logging.ERROR)
@@ -84,10 +92,10 @@ def _run(config: TrainConfig) -> int:
             try:
                 with run_log.listing_dropped(context), stop.interrupting(context):
                     resolved = resolve(config, saved, context)
+                    trainer = Trainer(resolved, context, run_log, checkpoints)
             except StopInterrupt:
                 log.warning("stopped before a step was made; the same command begins again")
                 raise
-            trainer = Trainer(resolved, context, run_log, checkpoints)
             try:
                 with run_log.display, checkpoints:
                     trainer.train(stop)
@@ -116,6 +124,26 @@ def _find_checkpoint(
     if path is None:
         return None
     return Saved(path, newest[1] if newest else checkpoints.read(path))
+
+
+class IntervalClock:
+    """Tells which of `INTERVALS` that are times are over; the clock of rank 0 decides for all."""
+
+    now = staticmethod(time.monotonic)
+
+    def __init__(self, settings: LoopConfig) -> None:
+        values = {name: interval_seconds(name, getattr(settings, name)) for name in INTERVALS}
+        self._seconds = {name: value for name, value in values.items() if value is not None}
+        self._since: dict[str, float] = dict.fromkeys(INTERVALS, self.now())
+
+    def due(self) -> int:
+        """Return the sum of a power of two for each."""
+        now = self.now()
+        over = (name for name, limit in self._seconds.items() if now - self._since[name] >= limit)
+        return sum(1 << INTERVALS.index(name) for name in over)
+
+    def reset(self, name: str) -> None:
+        self._since[name] = self.now()
 
 
 class Trainer:
@@ -150,6 +178,7 @@ class Trainer:
         folder = run_log.directory.path / PROFILE_FOLDER
         self.profiler = StepProfiler(config.training.profile, context, folder)
         self.progress = RunProgress()
+        self._clock = IntervalClock(config.training)
         self._stop = StopRequest()
         self._shown_nonfinite = -1  # Last step of finite weights in the last message
         if resolved.saved is not None:
@@ -158,15 +187,16 @@ class Trainer:
 
     def train(self, stop: StopRequest) -> None:
         """Train until the last step, or until a rank was asked to stop."""
-        settings, strategy, progress = self.config.training, self.strategy, self.progress
+        strategy, progress = self.strategy, self.progress
         self._stop = stop
         self._describe()
-        if self._is_finished:
-            self.log.show(
-                f"all {settings.max_steps} steps have been made: raise training.max_steps for more"
-            )
+        steps = self.config.training.known_steps
+        if self._has_no_progress:
+            self.log.show(f"{self._patience_line}: raise training.patience for more")
+        elif self._is_finished:
+            self.log.show(f"all {steps} steps have been made: raise training.max_steps for more")
         elif progress.step:
-            self.log.show(f"continuing from step {progress.step} of {settings.max_steps}")
+            self.log.show(f"continuing from step {progress.step} of {steps}")
         steps_of_rank = strategy.steps(self.resolved.loader, self.state, progress)
         with closing(self.profiler), steps_of_rank as steps, self.watchdog:
             if progress.must_validate and self._run_validation():
@@ -177,7 +207,7 @@ class Trainer:
                     is_sync_point = self._advance(steps, stop)
                 if not is_sync_point:
                     continue
-                must_save = self._is_due(settings.checkpoint_every)
+                must_save = self._is_due("checkpoint_every")
                 # A request to stop takes precedence; the validation follows when the run continues.
                 if progress.must_validate and not strategy.is_stopping:
                     if must_save:
@@ -185,17 +215,20 @@ class Trainer:
                         self._save()
                     if not self._run_validation() and must_save:
                         break
-                if progress.is_best or strategy.is_stopping or must_save:
+                if progress.is_best or strategy.is_stopping or must_save or self._has_no_progress:
                     self._save()
         self.checkpoints.wait()
         count = self.metrics.skipped
         skipped = f"; {count} updates were skipped, see skipped.jsonl" if count else ""
         if not self._is_finished or progress.must_validate:
+            reason = "training.max_time is over: " if stop.is_late else ""
             self.log.show(
-                f"stopped at step {progress.step}; the same command continues from there{skipped}"
+                f"{reason}stopped at step {progress.step}; the same command continues from there"
+                f"{skipped}"
             )
         else:
-            self.log.show(f"done: {self.log.directory.path}{skipped}")
+            reason = f"{self._patience_line}; " if self._has_no_progress else ""
+            self.log.show(f"{reason}done: {self.log.directory.path}{skipped}")
 
     def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:
         """Make a step or synchronize; return whether all ranks are at the same step now."""
@@ -212,7 +245,7 @@ class Trainer:
             self._train(data, stop)
         is_sync_point = strategy.is_sync_point(data)
         progress.is_best = False
-        is_due = is_sync_point and self._is_due(self.config.training.validate_every)
+        is_due = is_sync_point and self._is_due("validate_every")
         progress.must_validate = is_due and self.validate is not None
         must_log = self._must_log(is_sync_point)
         self._handle_nonfinite(keep_pending=0 if must_log else 1)
@@ -232,13 +265,17 @@ class Trainer:
                 line |= strategy.metrics(progress, self.watchdog, data)
             self.log.metrics(line)
             self.log.changes(progress.step, progress.epoch, changes)
+            self._clock.reset("log_every")
         return is_sync_point
 
     def _train(self, data: StepBatch, stop: StopRequest) -> None:
         number = self.strategy.step_number(data, self.progress)
         stopping = self.strategy.must_stop(stop, self.progress)
         self.state.phases.begin(WAITING, batches=data.batches)
-        report = train_step(self.state, data.batches, number, stopping=stopping, places=data.places)
+        due = self._clock.due() if self.strategy.context.is_main else 0
+        report = train_step(
+            self.state, data.batches, number, stopping=stopping, due=due, places=data.places
+        )
         self.log.unreadable(number + 1, data.skipped)
         self.metrics.add(report)
         self.mixture_stats.add(data)
@@ -264,14 +301,20 @@ class Trainer:
             "the run"
         )
 
-    def _is_due(self, interval: int) -> bool:
-        return self.progress.step % interval == 0 or self._is_finished
+    def _is_due(self, name: str) -> bool:
+        """Return whether one of `INTERVALS` is over, the same on all ranks."""
+        interval = getattr(self.config.training, name)
+        if isinstance(interval, str):
+            is_due = bool(self.metrics.due & 1 << INTERVALS.index(name))
+        elif name == "log_every":
+            # A rank may skip over step numbers.
+            is_due = self.progress.step // interval > self.log.step // interval
+        else:
+            is_due = self.progress.step % interval == 0
+        return is_due or self._is_finished
 
     def _must_log(self, is_sync_point: bool) -> bool:
-        interval = self.config.training.log_every
-        # A rank may skip over step numbers.
-        is_due = self.progress.step // interval > self.log.step // interval or self._is_finished
-        return is_due or (is_sync_point and self.strategy.logs_sync_points)
+        return self._is_due("log_every") or (is_sync_point and self.strategy.logs_sync_points)
 
     @property
     def _is_finished(self) -> bool:
@@ -279,8 +322,22 @@ class Trainer:
 
         The gain of a step is available after the next one.
         """
-        adascale, last = self.state.adascale, self.config.training.max_steps
-        return self.progress.step >= last or (adascale is not None and adascale.progress >= last)
+        adascale, last = self.state.adascale, self.config.training.known_steps
+        is_last = self.progress.step >= last or (adascale is not None and adascale.progress >= last)
+        return is_last or self._has_no_progress
+
+    @property
+    def _has_no_progress(self) -> bool:
+        patience = self.config.training.patience
+        return patience is not None and self.progress.validations_since_best >= patience
+
+    @property
+    def _patience_line(self) -> str:
+        count, best = self.progress.validations_since_best, self.progress.best
+        return (
+            f"no better {self.config.evaluation.best_by} than {best:.4g} in {count} validations "
+            "(training.patience)"
+        )
 
     def _handle_nonfinite(self, *, keep_pending: int) -> None:
         """Read the reports but the newest ``leave`` and handle the skipped updates among them."""
@@ -327,13 +384,15 @@ class Trainer:
             metric = self._record_transcripts(cast("Mapping[str, SetResult]", results))
         self.progress.validation = self.validate.fingerprint
         self.progress.record_metric(metric if are_finite else math.nan)
+        self._clock.reset("validate_every")
         return True
 
     def _record_losses(self, results: Mapping[str, LossResult]) -> float:
         for name, result in results.items():
             self.log.validation_loss(self.progress.step, self.progress.epoch, name, result)
-        total = sum(result.total for result in results.values())
-        frames = sum(result.frames for result in results.values())
+        chosen = self._choosing(results)
+        total = sum(result.total for result in chosen)
+        frames = sum(result.frames for result in chosen)
         return total / frames if frames else float("nan")
 
     def _record_transcripts(self, results: Mapping[str, SetResult]) -> float:
@@ -350,7 +409,17 @@ class Trainer:
         if not all(map(math.isfinite, probe.summary().values())):
             self.log.show(f"step {step}: the validation loss is not finite: this is never the best")
             return math.nan
-        return total(evaluation.errors for evaluation in evaluations.values()).wer
+        results_of_best = self._choosing(results)
+        by = self.config.evaluation.best_by
+        if by == "loss":
+            sums = reduce(add, (result.probe for result in results_of_best))
+            return math.nan if sums.loss is None else sums.loss
+        return getattr(total(result.evaluation.errors for result in results_of_best), by)
+
+    def _choosing(self, results: Mapping[str, T]) -> list[T]:
+        """Return the results of the sets that choose the best checkpoint."""
+        names = self.config.evaluation.best_sets or results
+        return [results[name] for name in names]
 
     @contextmanager
     def _published_weights(self) -> Iterator[None]:
@@ -370,6 +439,7 @@ class Trainer:
         self._write_unreadable()
         self._handle_nonfinite(keep_pending=0)
         average_over_ranks(self.state, context)
+        self._clock.reset("checkpoint_every")
         mixtures = self.mixture_stats.merge(context)
         if not context.is_main and not is_sharded(self.state):
             return
@@ -409,6 +479,7 @@ class Trainer:
         if self.validate is not None and progress.validation not in ("", self.validate.fingerprint):
             log.warning("other validation sets or settings: `best` is chosen anew from here on")
             progress.best, progress.is_best = math.inf, False
+            progress.validations_since_best = 0
             if self.diagnostics is not None:
                 self.diagnostics.forget_validations()
 
@@ -458,8 +529,8 @@ class Trainer:
     def _describe(self) -> None:
         """Report the data, the model and the ranks."""
         context, corpus = self.strategy.context, self.resolved.corpus
-        if self.resolved.division_line:
-            self.log.show(self.resolved.division_line)
+        for line in self.resolved.lines:
+            self.log.show(line)
         self.log.show(
             f"{len(corpus)} utterances, {corpus.seconds / 3600:.2f} h, "
             f"{describe_model(self.model)}, {context.size} x {context.device}"

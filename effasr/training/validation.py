@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
@@ -95,7 +95,12 @@ class Validator:
                     frame_budget=config.data.known_frame_budget,
                     precision=self._config.decoding.precision,
                 )
-
+        check_best_sets(config, self._sets)
+        if self._config.best_by == "loss" and not self._probes:
+            raise ValueError(
+                "`evaluation.best_by` must be wer or cer for a language model, for text pairs, and "
+                "without training.diagnostics.probe_utterances, which have no loss, but is loss."
+            )
         # Of the sets and how they are scored: results are only comparable where it is the same.
         self.fingerprint = digest.hexdigest()
 
@@ -120,6 +125,15 @@ class Validator:
             config=self._config.decoding,
         )
         return part, self._probes[name]() if name in self._probes else ProbeSums()
+
+
+def check_best_sets(config: TrainConfig, names: Collection[str]) -> None:
+    unknown = [name for name in config.evaluation.best_sets if name not in names]
+    if unknown:
+        raise ValueError(
+            f"`evaluation.best_sets` must name sets of data.validation ({', '.join(names)}), but "
+            f"has {unknown[0]!r}."
+        )
 
 
 def even_sample(items: Iterable[T], count: int | None, seed: int) -> list[T]:

@@ -184,13 +184,13 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def dump_scalar(text: str | None) -> str:
-    """A text as a scalar on one line, quoted where necessary."""
+def dump_scalar(value: Any) -> str:
+    """A value on one line, such as a text, quoted where necessary."""
     dumped = yaml.dump(
-        [text],
+        [value],
         Dumper=_Dumper,
         default_flow_style=True,
-        default_style='"' if text and "\n" in text else None,
+        default_style='"' if isinstance(value, str) and "\n" in value else None,
         allow_unicode=True,
         width=10**6,
     )

@@ -88,15 +88,21 @@ def of_features(**fields) -> TrainConfig:
     [
         (lambda: TrainConfig(name="a/b"), "`name` must be usable as a folder's name, but is 'a/b'"),
         (lambda: TrainConfig(seed=-1), "`seed` must be at least 0"),
-        (lambda: LoopConfig(max_steps=0), "`max_steps` must be at least 1, but is 0"),
+        (lambda: LoopConfig(max_steps=0), "`max_steps` must be at least 1 or null, but is 0"),
         (lambda: LoopConfig(clip=0.0), "`clip` must be positive, but is 0.0"),
         (lambda: LoopConfig(ema_decay=1.0), "`ema_decay` must lie between 0 and 1"),
         (lambda: LoopConfig(threads=0), "`threads` must be at least 1 or null"),
         (lambda: LoopConfig(activation_checkpointing=-1), "`activation_ch.* must be true.* is -1"),
         (
-            lambda: configuration.from_mapping(TrainConfig, {"training": {"max_epochs": 10}}),
-            "`training.max_epochs` is an unknown field: .* Set `max_steps` to the epochs times",
+            lambda: configuration.from_mapping(TrainConfig, {"training": {"epochs": 10}}),
+            "`training.epochs` is an unknown field: did you mean `max_epochs`",
         ),
+        (
+            lambda: LoopConfig(max_steps=3, max_epochs=2),
+            "`max_epochs` must be null where `max_steps` is given, but they are 2 and 3: set one",
+        ),
+        (lambda: LoopConfig(validate_every="20m"), "`validate_every` must be .* such as 20min"),
+        (lambda: LoopConfig(max_time=0.0), "`max_time` must be positive or null, but is 0"),
         (
             lambda: configuration.from_mapping(TrainConfig, {"data": {"validation": None}}),
             r"`data.validation` must be .* but is None: write \[\] for none",

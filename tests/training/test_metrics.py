@@ -13,8 +13,8 @@ def report(
 ) -> StepReport:
     counts = StepCounts(
         targets=9, monotonic_targets=9, audio_seconds=10.0 + step, frames=90, frame_rows=100,
-        tokens=8, token_rows=10, stopping=stopping, useful_flops=60e12, recomputed_flops=30e12,
-        work=(50e12, 40e12),
+        tokens=8, token_rows=10, stopping=stopping, due=5, useful_flops=60e12,
+        recomputed_flops=30e12, work=(50e12, 40e12),
     )  # fmt: skip
     values = torch.tensor([loss, 2.0, 3.0, 4.5, 4.0, 5.0, float(finite), 1.0, splits])
     return StepReport(step, 0.1 * step, HostCopy(counts.tensor(CPU)), HostCopy(values), [])
@@ -86,6 +86,6 @@ def test_a_line_is_the_same_after_resuming_between_two_lines():
 
 
 def test_counts_survive_the_trip_over_the_device():
-    counts = StepCounts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 2e15, 1e15, (1.0, 2.0, 6.0))
+    counts = StepCounts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 4, 2e15, 1e15, (1.0, 2.0, 6.0))
     assert StepCounts.from_values(HostCopy(counts.tensor(CPU)).read()) == counts
     assert counts.rank_imbalance == pytest.approx(1.0)

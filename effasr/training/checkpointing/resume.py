@@ -52,7 +52,14 @@ def identity(config: TrainConfig, corpus: str, plan: str | None, ranks: int) -> 
 
 
 def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
-    """Check configuration and number of ranks, and log tolerated differences."""
+    """Check configuration and number of ranks."""
+    before = configuration.complete(TrainConfig, saved.state["config"])
+    check_same_run(before, configuration.to_mapping(config))
+    check_same_ranks(saved.state, config.data.strategy, ranks)
+
+
+def show_changes(saved: Saved, config: TrainConfig) -> None:
+    """Log tolerated differences, and what they make of the learning rate."""
     before = configuration.complete(TrainConfig, saved.state["config"])
     for change in check_same_run(before, configuration.to_mapping(config)):
         log.warning("differs from the checkpoint: %s", change)
@@ -64,12 +71,11 @@ def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
         log.warning(
             "after step %d the learning rate is %.3g, and was to be %.3g", step, *rates[::-1]
         )
-    check_same_ranks(saved.state, config.data.strategy, ranks)
 
 
 def _rate(config: TrainConfig, step: int) -> float:
     peak = peak_learning_rate(config.optimizer, config.data.micro_batches)
-    return peak * learning_rate_ratio(config.schedule, step, config.training.max_steps)
+    return peak * learning_rate_ratio(config.schedule, step, config.training.known_steps)
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

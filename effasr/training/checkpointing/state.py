@@ -28,8 +28,9 @@ class RunProgress:
     step: int = 0  # Updates made
     epoch: int = 0  # Epoch of the last step, from 0
     position: tuple[int, int] = (0, 0)  # Epoch of the next step, and its index there
-    # Lowest word error rate of a validation; in pretraining, its lowest loss
+    # Lowest metric of a validation: see `evaluation.best_by`; in pretraining, its lowest loss
     best: float = math.inf
+    validations_since_best: int = 0  # Number of later validations that were not better
     is_best: bool = False  # Whether the last validation reached it and no step was made since
     must_validate: bool = False  # Whether a validation is due
     validation: str = ""  # Fingerprint of the validation sets that `best` belongs to
@@ -39,6 +40,7 @@ class RunProgress:
         """Record the result of a validation; NaN (no reference words) is no improvement."""
         self.is_best = metric < self.best
         self.best = metric if self.is_best else self.best
+        self.validations_since_best = 0 if self.is_best else self.validations_since_best + 1
 
     def state_dict(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in self.__slots__}

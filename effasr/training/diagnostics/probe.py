@@ -72,6 +72,12 @@ class ProbeSums:
     # Each frame ends with one blank.
     transducer_blank_share = _ratio("transducer_frames", "transducer_frames", "labels")
 
+    @property
+    def loss(self) -> float | None:
+        """That of the decoder, without one that of the transducer, or else that of CTC."""
+        losses = (self.cross_entropy, self.transducer, self.ctc)
+        return next((loss for loss in losses if loss is not None), None)
+
     def summary(self) -> dict[str, float]:
         """Return the fields of validation.jsonl that are not None."""
         local, other = self.own_audio, self.other_audio

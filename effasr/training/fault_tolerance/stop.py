@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,16 +30,22 @@ class StopInterrupt(BaseException):
 
 @dataclass(slots=True)
 class StopRequest:
-    """Records the signal by which this process was asked to stop, if any."""
+    """Records the signal by which this process was asked to stop, if any, and its last moment."""
 
     received: signal.Signals | None = None
+    deadline: float = math.inf  # Of time.monotonic()
     _interrupts: bool = False
 
     def __bool__(self) -> bool:
-        return self.received is not None
+        return self.received is not None or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.deadline
 
     def note(self, number: int) -> None:
-        self.received = signal.Signals(number)
+        if number != signal.SIGALRM:
+            self.received = signal.Signals(number)
         if self._interrupts:
             self._interrupts = False
             raise StopInterrupt
@@ -94,14 +102,16 @@ def _tell(context: DistributedContext) -> None:
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
-    """Turn signals into a request to stop; a second SIGINT interrupts at once.
+def listening(limit_s: float | None = None) -> Iterator[StopRequest]:
+    """Turn signals and a limit of time into a request to stop; a second SIGINT interrupts at once.
 
     Child processes (data workers) keep the default for SIGTERM and ignore the others, which a
     terminal or a batch system sends to all of them. Outside the main thread, signals are ignored
     here. Processes that torchrun started are asked to stop when it is killed.
     """
     request = StopRequest()
+    if limit_s is not None:
+        request.deadline = time.monotonic() + limit_s
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
@@ -116,7 +126,9 @@ def listening() -> Iterator[StopRequest]:
             raise KeyboardInterrupt
         request.note(number)
 
-    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    numbers = SIGNALS if limit_s is None else (*SIGNALS, signal.SIGALRM)
+    previous = {number: signal.signal(number, note) for number in numbers}
+    timer = None if limit_s is None else signal.setitimer(signal.ITIMER_REAL, limit_s)
     if previous[signal.SIGHUP] is signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -124,5 +136,7 @@ def listening() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
+        if timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
         for number, handler in previous.items():
             signal.signal(number, handler)

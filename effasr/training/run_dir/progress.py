@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+from effasr.training.config import interval_seconds
 from effasr.untrusted.display import escape_controls
 
 _LEAST_WIDTH_FOR_BAR = 110  # Columns of a terminal; the bar is left out of a narrower one
@@ -25,7 +26,7 @@ class ProgressDisplay:
         ranks: int,
         console: Console | None = None,
         *,
-        validate_every: int | None = None,
+        validate_every: int | str | None = None,
     ) -> None:
         self._validate_every = validate_every or max(total, 1)
         self.validation_s = 0.0  # Duration of the last validation
@@ -62,7 +63,10 @@ class ProgressDisplay:
         if line.get("plan_steps_per_s"):
             per_step = 1 / line["plan_steps_per_s"]
         steps = max(self._total - line.get("progress", line["step"]), 0)
-        left = steps * per_step + math.ceil(steps / self._validate_every) * self.validation_s
+        left, every = steps * per_step, self._validate_every
+        seconds = interval_seconds("validate_every", every)
+        count = steps / int(every) if seconds is None else left / seconds
+        left += math.ceil(count) * self.validation_s
         self._bar.update(self._task, completed=line["step"], state=state, left=_clock(left))
         if not self._console.is_terminal:
             self.show(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")

@@ -54,8 +54,9 @@ class RunLog:
         text = configuration.dump(config)
         self.directory.open(text, step, tensorboard=config.training.tensorboard)
         self._list(dropped)
+        settings = config.training
         self.display = ProgressDisplay(
-            config.training.max_steps, step, ranks, validate_every=config.training.validate_every
+            settings.known_steps, step, ranks, validate_every=settings.validate_every
         )
 
     def show(self, text: str) -> None:

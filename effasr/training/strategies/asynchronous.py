@@ -152,10 +152,12 @@ class AsynchronousStrategy(SynchronousStrategy):
     def _next_sync_step(self, step: int) -> int:
         """Return the next step with a validation, a checkpoint or the end of the run."""
         settings = self._config.training
-        periods = [settings.checkpoint_every]
+        names = ["checkpoint_every"]
         if self._config.data.validation:
-            periods.append(settings.validate_every)
-        ends = [settings.max_steps]
+            names.append("validate_every")
+        # In steps, as `resolve` checks.
+        periods = [int(getattr(settings, name)) for name in names]
+        ends = [settings.known_steps]
         if settings.stop_at is not None and settings.stop_at > step:
             ends.append(settings.stop_at)
         return min(*(step - step % period + period for period in periods), *ends)

@@ -25,7 +25,7 @@ from effasr.nn.parameters import evaluating
 from effasr.training.config import TrainConfig
 from effasr.training.diagnostics.probe import groups_within
 from effasr.training.fault_tolerance.stop import StopRequest
-from effasr.training.validation import even_sample
+from effasr.training.validation import check_best_sets, even_sample
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class LossValidator:
             digest.update(repr([(cut.id, cut.duration) for cut in fitting]).encode())
             name = free_set_name(path, self._sets)
             self._sets[name] = shard(fitting, context.rank, context.size)
-
+        check_best_sets(config, self._sets)
+        digest.update(repr(config.evaluation.best_sets).encode())
         self.fingerprint = digest.hexdigest()
 
     def __call__(self, stop: StopRequest) -> dict[str, LossResult]:
