@@ -174,7 +174,7 @@ def test_learners_of_two_processes(make_config, tones, tmp_path):
 
 
 def test_error_messages(make_config):
-    random = {"data": {"strategy": "random", "buckets": 3}}
+    random = {"data": {"strategy": "random"}}
     for training, settings, message in (
         ({"strategy": "h_adpsgd"}, random, r"`data\.strategy` must be packed with .* h_adpsgd"),
         ({"strategy": "adpsgd", "gossip": GossipConfig(learner_size=2)}, {},

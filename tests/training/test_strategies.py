@@ -25,7 +25,7 @@ BASELINES = STRATEGIES[1:]
 
 
 def options(strategy: str) -> dict:
-    return {"strategy": strategy} | ({} if strategy == "packed" else {"buckets": 3})
+    return {"strategy": strategy} | ({"buckets": 3} if "bucketed" in strategy else {})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
