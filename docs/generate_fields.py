@@ -31,8 +31,8 @@ default.
 
 A recipe has what differs from the defaults. `effasr train RECIPE field=value` overrides a field by
 its path, and `effasr train RECIPE --show` prints all of them. `null` turns a part off where it is
-allowed. An unknown field is an error that names the nearest one, and so is a value other than the default of a
-field that has no effect beside the others.
+allowed. An unknown field is an error that names the nearest one. A field that has no effect beside
+the others must have its default.
 """
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 _PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}

@@ -84,7 +84,8 @@ def test_a_clock_tells_which_intervals_are_over_since_they_were_reset(make_confi
     assert clock.due() == 1
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.extended])])
+@pytest.mark.representative(size=1)
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_intervals_in_time_are_those_of_rank_0(make_config, tones, tmp_path, size):
     loop = {"log_every": "0.000001s", "checkpoint_every": "0.000001s"}
     loop |= {"validate_every": "1h", "max_steps": 3, "keep": 9, "async_save": False}
