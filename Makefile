@@ -24,7 +24,7 @@ PROCESS_TESTS := tests/distributed tests/faults \
   tests/training/language_model/test_training.py::test_two_processes_train_adapters_as_one \
   tests/training/test_weight_copies.py::test_ranks_exchange_the_gradients_of_autocast \
   $(addprefix tests/training/test_, $(addsuffix .py, \
-  adascale async_checkpoints batch_division exactness faults gossip_training lora oom_recovery_ranks \
+  adascale async_checkpoints batch_division exactness faults gossip_training limits lora oom_recovery_ranks \
   parallel run_lock sharding untranscribed_ranks watchdog))
 
 .PHONY: demo demo-transducer test test-all test-processes faults fuzz audit lint bench gpu wheels clean help
