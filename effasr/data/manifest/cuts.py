@@ -54,6 +54,11 @@ def _spoken(cut: Cut, row: ManifestRow) -> Cut:
     for name, value in (("start", start), ("duration", duration)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise row.error(f"`{name}` of a supervision must be a number.", "supervisions")
+    if not 0 < duration < _MAX_NUMBER:
+        raise row.error(
+            f"`duration` of a supervision must be greater than 0, but is {duration}.",
+            "supervisions",
+        )
     before, behind = -start, start + duration - cut.duration
     if max(before, behind) > _SPAN_TOLERANCE:
         raise row.error(

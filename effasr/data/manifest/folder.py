@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
 from effasr.data.manifest import nemo, subtitles
-from effasr.data.manifest.lines import numbered_lines
+from effasr.data.manifest.lines import check_text, numbered_lines
 from effasr.data.manifest.row import ManifestRow, absolute
 from effasr.data.manifest.utterance import (
     FileUtterance,
@@ -15,6 +18,7 @@ from effasr.data.manifest.utterance import (
     ReadOptions,
     RejectedRow,
     Utterance,
+    existing,
 )
 from effasr.data.manifest.walk import AUDIO_SUFFIXES, walk
 from effasr.data.prompt import Prompt
@@ -31,12 +35,13 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
       Hugging Face's audiofolder has it; tables are read by `table`;
     - LibriSpeech's ``*.trans.txt``, lines of ``name TEXT`` beside the audio files;
     - ``NAME.txt`` beside each ``NAME.wav`` (or another suffix), at any depth;
-    - ``NAME.srt``, ``NAME.vtt`` or ``NAME.ctm`` beside it, with the times of parts of it.
+    - ``NAME.srt``, ``NAME.vtt`` or ``NAME.ctm`` beside it, with the times of parts of it. A text
+      may also be named ``NAME.wav.txt`` or, with its language, ``NAME.en.srt``.
 
     Links to folders are followed; names that begin with a dot are left out.
     """
     if (folder / "metadata.jsonl").is_file():
-        return _from_lines(folder / "metadata.jsonl", options)
+        return with_others(_from_lines(folder / "metadata.jsonl", options), folder)
     files = all_files(folder)
     transcripts = [path for path in files if path.name.endswith(".trans.txt")]
     if transcripts:
@@ -57,33 +62,57 @@ def all_files(folder: Path) -> list[Path]:
 
 
 def _from_lines(path: Path, options: ReadOptions) -> Iterator[Utterance]:
-    for number, line in numbered_lines(path):
+    for number, line in numbered_lines(path, "surrogateescape"):
         try:
             yield nemo.parse(ManifestRow.parse(line, path, number), options)
         except ValueError as error:
             yield RejectedRow(f"{path.name}:{number}", f"{path}:{number}", str(error))
 
 
+def with_others(utterances: Iterator[Utterance], folder: Path) -> Iterator[Utterance]:
+    """Yield utterances, and a rejection of each recording of the folder that none names."""
+    used = set()
+    for utterance in utterances:
+        used.add(os.path.normpath(existing(utterance.audio)))
+        yield utterance
+    for path in all_files(folder):
+        if _is_audio(path) and os.path.normpath(path.absolute()) not in used:
+            yield _without_text(path, "no line names it")
+
+
 def _from_librispeech(
     transcripts: list[Path], files: list[Path], language: str
 ) -> Iterator[Utterance]:
-    recordings = {path.with_suffix(""): path for path in files if _is_audio(path)}
+    # Of several suffixes the first one, such as FLAC before MP3.
+    recordings = {_spelled(path.with_suffix("")): path for path in files[::-1] if _is_audio(path)}
     used = set()
     for path in transcripts:
-        for number, line in numbered_lines(path):
+        for number, line in numbered_lines(path, "surrogateescape"):
+            origin = f"{path}:{number}"
+            try:
+                check_text(line, origin)
+            except ValueError as error:
+                yield RejectedRow(f"{path.name}:{number}", origin, str(error))
+                continue
             name, text = (*line.strip().split(maxsplit=1), "")[:2]
-            audio = recordings.get(path.parent / name)
-            used.add(path.parent / name)
+            audio = recordings.get(_spelled(path.parent / name))
+            used.add(audio)
             yield FileUtterance(
                 id=name,
                 named=True,
-                origin=f"{path}:{number}",
+                origin=origin,
                 audio=str(audio.absolute()) if audio else absolute(f"{name}.flac", path.parent),
                 text=text.strip(),
                 prompt=Prompt(language, language),
             )
-    for stem in sorted(recordings.keys() - used):
-        yield _without_text(recordings[stem], "is in no *.trans.txt")
+    for path in files:
+        if _is_audio(path) and path not in used:
+            yield _without_text(path, "is in no *.trans.txt")
+
+
+def _spelled(path: Path) -> str:
+    """Return a path by which names are compared: macOS writes accents as letters of their own."""
+    return unicodedata.normalize("NFC", str(path))
 
 
 def _is_audio(path: Path) -> bool:
@@ -95,52 +124,103 @@ def _without_text(path: Path, problem: str) -> RejectedRow:
 
 
 def _from_neighbours(folder: Path, files: list[Path], options: ReadOptions) -> Iterator[Utterance]:
-    present = set(files)
-    files = [path for path in files if _is_audio(path)]
-    if not files:
+    recordings = [path for path in files if _is_audio(path)]
+    if not recordings:
         raise ValueError(
             f"{folder}: not a folder of utterances: it needs cuts.jsonl.gz (from `effasr "
             f"prepare`), wav.scp (Kaldi), metadata.csv, metadata.jsonl, or audio files "
             f"({', '.join(AUDIO_SUFFIXES[:6])} ...) with a .txt, .srt, .vtt or .ctm beside "
             f"each.{_other_format(folder)}"
         )
-    texts = {
-        path: next(
-            (
-                text
-                for suffix in (".txt", *SUBTITLES)
-                if (text := path.with_suffix(suffix)) in present
-            ),
-            None,
-        )
-        for path in files
-    }
-    if not any(texts.values()) and not options.untranscribed:
+    beside = _Texts(files, options.language)
+    if not options.untranscribed and not any(map(beside.of, recordings)):
+        first = recordings[0]
         raise ValueError(
-            f"{files[0]}: there is no {files[0].with_suffix('.txt').name} beside it (and so for "
-            f"{len(files)} of {len(files)} audio files): write the transcripts, or move the "
-            "files away."
+            f"{first}: there is no {first.with_suffix('.txt').name} beside it (and so for "
+            f"{len(recordings)} of {len(recordings)} audio files): write the transcripts, or move "
+            f"the files away.{_other_format(folder)}"
         )
-    prompt = Prompt(options.language, options.language)
-    for path, text in texts.items():
-        audio = str(path.absolute())
-        if text is None and not options.untranscribed:
+    for path in recordings:
+        texts = beside.of(path)
+        if len(texts) > 1:
+            names = ", ".join(text.name for text in texts)
+            yield _without_text(path, f"{names} are beside it: choose by `--language`, or keep one")
+        elif not texts and not options.untranscribed:
             yield _without_text(path, f"there is no {path.with_suffix('.txt').name} beside it")
-        elif text is not None and text.suffix in SUBTITLES:
-            for part in subtitles.read(text):
-                if isinstance(part, str):
-                    yield RejectedRow(path.stem, str(text), part, audio)
-                    continue
-                yield FileUtterance(
-                    *(path.stem, False, str(text), audio, part.text, prompt),
-                    offset=part.start,
-                    duration=part.end - part.start,
-                )
         else:
+            yield from _beside(path, texts[0] if texts else None, options)
+    used = {text for path in recordings for text in beside.of(path)}
+    for path in files:
+        # Perhaps a recording: it has a text, and a suffix that nothing reads.
+        if not _is_audio(path) and not _is_text(path) and not used.issuperset(beside.of(path)):
+            yield _without_text(path, f"{path.suffix or 'no suffix'} is no known suffix of audio")
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix.lower() in _TEXTS
+
+
+_TEXTS = (".txt", *SUBTITLES)
+_LANGUAGE = re.compile(r"\.([a-z]{2,3})([-_][a-z]+)?", re.IGNORECASE)
+
+
+class _Texts:
+    """The texts beside recordings, by the names of these."""
+
+    def __init__(self, files: list[Path], language: str) -> None:
+        self._by_name: dict[str, list[Path]] = {}
+        self._by_language: dict[str, list[Path]] = {}
+        self._language = language
+        for path in filter(_is_text, files):
+            name = path.with_suffix("")
+            self._by_name.setdefault(_spelled(name), []).append(path)
+            if _LANGUAGE.fullmatch(name.suffix):
+                self._by_language.setdefault(_spelled(name.with_suffix("")), []).append(path)
+
+    def of(self, recording: Path) -> list[Path]:
+        """Return its text; several where they differ in language, and none is the usual one."""
+        stem = _spelled(recording.with_suffix(""))
+        plain = self._by_name.get(stem) or self._by_name.get(_spelled(recording))
+        if plain:
+            return [min(plain, key=lambda path: _TEXTS.index(path.suffix.lower()))]
+        texts = self._by_language.get(stem, [])
+        spoken = [text for text in texts if _language_of(text) == self._language]
+        return spoken[:1] or texts
+
+
+def _language_of(text: Path) -> str | None:
+    match = _LANGUAGE.fullmatch(text.with_suffix("").suffix)
+    return match[1].lower() if match is not None and len(match[1]) == 2 else None
+
+
+def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utterance]:
+    """Yield the utterances of a recording with a text beside it."""
+    audio, origin = str(path.absolute()), str(text or path.with_suffix(".txt"))
+    language = options.language
+    if text is not None and text.with_suffix("").name != path.stem:
+        language = _language_of(text) or language
+    prompt = Prompt(language, language)
+    try:
+        if text is None or text.suffix.lower() not in SUBTITLES:
             lines = () if text is None else numbered_lines(text)
             words = " ".join(word for _, line in lines for word in line.split())
-            origin = str(text or path.with_suffix(".txt"))
             yield FileUtterance(path.stem, False, origin, audio, words, prompt)
+            return
+        part = None
+        for part in subtitles.read(text, path.stem):
+            if isinstance(part, str):
+                yield RejectedRow(path.stem, origin, part, audio)
+                continue
+            yield FileUtterance(
+                *(path.stem, False, origin, audio, part.text, prompt),
+                offset=part.start,
+                duration=part.end - part.start,
+                channel=part.channel,
+            )
+        if part is None:
+            yield RejectedRow(path.stem, origin, f"{text}: has no times and texts.", audio)
+    except ValueError as error:
+        yield RejectedRow(path.stem, origin, str(error), audio)
 
 
 def _other_format(folder: Path) -> str:
@@ -156,6 +236,11 @@ _OTHER_FORMATS = (
      "its audio as files with metadata.csv"),
     ("*.arrow", "a dataset of Hugging Face on disk", "load it with datasets.load_from_disk, and "
      "write its audio as files with metadata.csv"),
+    ("*.jsonl*", "lhotse", "name the file of cuts, or a folder with one file of recordings and one "
+     "of supervisions"),
+    ("*.tsv", "Common Voice or fairseq", "name the table"),
+    ("*.stm", "NIST's STM", "write .srt or .ctm files, or a table with `start` and `end`"),
+    ("*.TextGrid", "Praat", "write .srt files, or a table with `start` and `end`"),
     ("*.tar", "a tarred set of NeMo or WebDataset", "unpack the tar files, and name the audio in "
      "the manifest"),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from effasr.data.manifest.lines import numbered_lines
+from effasr.data.manifest.lines import check_text, numbered_lines
 from effasr.data.manifest.row import absolute
 from effasr.data.manifest.utterance import (
     FileUtterance,
@@ -23,37 +23,60 @@ _FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang", "reco2file_and_c
 def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
     """Read a Kaldi data folder, in the order of ``text``.
 
-    Where ``text`` lacks utterances, the order is that of ``segments``, or of ``wav.scp``.
+    Where ``text`` lacks utterances, the order is that of ``segments``, or of ``wav.scp``. A line
+    that cannot be used, or that no other file refers to, is rejected; the others stay.
     """
-    recordings = _recordings(folder)
-    segments = _segments(folder, recordings)
-    speakers = _table(folder, "utt2spk", optional=True)
-    languages = _table(folder, "utt2lang", optional=True)
-    texts = _table(folder, "text", optional=options.untranscribed)
+    rejected: list[RejectedRow] = []
+    recordings = _table(folder, "wav.scp", rejected)
+    has_segments = (folder / "segments").is_file()
+    segments = _table(folder, "segments", rejected) if has_segments else recordings
+    speakers = _table(folder, "utt2spk", rejected, optional=True)
+    languages = _table(folder, "utt2lang", rejected, optional=True)
+    channels = _table(folder, "reco2file_and_channel", rejected, optional=True)
+    texts = _table(folder, "text", rejected, optional=options.untranscribed)
     if options.untranscribed:
-        names = recordings if segments is None else segments
-        texts = {name: (str(folder), "") for name in names} | texts
-    channels = _channels(folder)
+        texts = {name: (origin, "") for name, (origin, _) in segments.items()} | texts
+    # Kaldi counts channels from 1, some programs from 0.
+    first = 0 if any(row[1].split()[-1:] == ["0"] for row in channels.values()) else 1
+    used = set()
     for name, (origin, text) in texts.items():
         try:
-            result = _find(folder, origin, name, recordings, segments)
+            if name not in segments:
+                raise ValueError(
+                    f"{origin}: utterance {name!r} is not in "
+                    f"{'segments' if has_segments else 'wav.scp'}: run utils/fix_data_dir.sh "
+                    f"{folder}."
+                )
+            recording, offset, duration = name, None, None
+            if has_segments:
+                recording, offset, duration = _segment(name, segments[name], recordings)
+            used.add(recording)
+            audio = _audio(recording, recordings[recording], folder)
+            channel = _channel(*channels[recording], first) if recording in channels else None
         except ValueError as error:
-            yield RejectedRow(name, origin, str(error), named=True)
+            rejected.append(RejectedRow(name, origin, str(error)))
             continue
-        recording, offset, duration = result
-        spoken = languages[name][1].strip() if name in languages else options.language
+        spoken = languages[name][1] if name in languages else options.language
         yield FileUtterance(
             id=name,
             named=True,
             origin=origin,
-            audio=recordings[recording],
-            text=text.strip(),
+            audio=audio,
+            text=text,
             prompt=Prompt(spoken, spoken),
             offset=offset,
             duration=duration,
-            channel=channels.get(recording),
-            speaker=speakers[name][1].strip() if name in speakers else None,
+            channel=channel,
+            speaker=speakers[name][1] if name in speakers else None,
         )
+    yield from rejected
+    for name, (origin, _) in segments.items():
+        if name not in texts:
+            yield RejectedRow(name, origin, f"{origin}: utterance {name!r} has no line in `text`.")
+            used.update(segments[name][1].split()[:1] if has_segments else ())
+    for name, (origin, _) in recordings.items():
+        if has_segments and name not in used:
+            yield RejectedRow(name, origin, f"{origin}: no segment is of recording {name!r}.")
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -65,71 +88,62 @@ FORMAT = FolderFormat(
 )
 
 
-def _table(folder: Path, name: str, *, optional: bool = False) -> dict[str, tuple[str, str]]:
-    """Return lines of ``key value``: the origin and the value by key."""
+_Row = tuple[str, str]
+
+
+def _table(
+    folder: Path, name: str, rejected: list[RejectedRow], *, optional: bool = False
+) -> dict[str, _Row]:
+    """Return the origin and the value by key of lines of ``key value``, each key once."""
     path = folder / name
     if not path.is_file():
         if optional:
             return {}
         raise ValueError(f"{folder}: there is no `{name}`: a Kaldi data folder needs it.")
-    rows: dict[str, tuple[str, str]] = {}
-    for number, line in numbered_lines(path):
+    rows: dict[str, _Row] = {}
+    for number, line in numbered_lines(path, "surrogateescape"):
+        origin = f"{path}:{number}"
         key, value = (*line.strip().split(maxsplit=1), "")[:2]
-        if key in rows:
-            raise ValueError(f"{path}:{number}: {key!r} appears twice: keep one of the lines.")
-        rows[key] = (f"{path}:{number}", value)
+        try:
+            check_text(line, origin)
+            if key in rows:
+                raise ValueError(f"{origin}: {key!r} appears twice: the first line is read.")
+        except ValueError as error:
+            rejected.append(RejectedRow(f"{name}:{number}", origin, str(error)))
+        else:
+            rows[key] = (origin, value)
     return rows
 
 
-def _recordings(folder: Path) -> dict[str, str]:
-    paths = {}
-    for name, (origin, value) in _table(folder, "wav.scp").items():
-        value = value.strip()
-        if not value:
-            raise ValueError(f"{origin}: recording {name!r} has no path.")
-        if value.endswith("|") or value.startswith("|"):
-            raise ValueError(
-                f"{origin}: recording {name!r} is a command ({value!r}), and commands are not "
-                "run: write its output to a file (utils/data/... wav-copy) and name that file."
-            )
-        if ".ark:" in value:
-            raise ValueError(
-                f"{origin}: recording {name!r} lies in an archive ({value!r}), and archives are "
-                "not read: extract it with wav-copy and name the file."
-            )
-        paths[name] = absolute(value, folder)
-    return paths
+def _audio(name: str, row: _Row, folder: Path) -> str:
+    origin, value = row
+    if not value:
+        raise ValueError(f"{origin}: recording {name!r} has no path.")
+    if value.endswith("|") or value.startswith("|"):
+        raise ValueError(
+            f"{origin}: recording {name!r} is a command ({value!r}), and commands are not "
+            "run: write its output to a file (utils/data/... wav-copy) and name that file."
+        )
+    if ".ark:" in value:
+        raise ValueError(
+            f"{origin}: recording {name!r} lies in an archive ({value!r}), and archives are "
+            "not read: extract it with wav-copy and name the file."
+        )
+    return absolute(value, folder)
 
 
-def _channels(folder: Path) -> dict[str, int]:
-    """Return the channel of recordings, from 0: Kaldi writes A, B or numbers from 1."""
-    channels = {}
-    for name, (origin, value) in _table(folder, "reco2file_and_channel", optional=True).items():
-        channel = (value.split() or [""])[-1].upper()
-        number = {"A": 0, "B": 1}.get(channel, int(channel) - 1 if channel.isdigit() else -1)
-        if number < 0:
-            raise ValueError(f"{origin}: the channel must be A, B or a number from 1: {value!r}.")
-        channels[name] = number
-    return channels
+def _channel(origin: str, value: str, first: int) -> int:
+    """Return the channel of a recording, from 0: A, B or numbers."""
+    channel = (value.split() or [""])[-1].upper()
+    number = {"A": 0, "B": 1}.get(channel, int(channel) - first if channel.isdecimal() else -1)
+    if number < 0:
+        raise ValueError(f"{origin}: the channel must be A, B or a number from 1: {value!r}.")
+    return number
 
 
-_Segment = tuple[str, float, float | None]
-
-
-def _segments(folder: Path, recordings: dict[str, str]) -> dict[str, _Segment | str] | None:
-    """Recording, start and duration by utterance, or what is wrong; None for whole files."""
-    if not (folder / "segments").is_file():
-        return None
-    parts: dict[str, _Segment | str] = {}
-    for name, (origin, value) in _table(folder, "segments").items():
-        try:
-            parts[name] = _segment(name, value, origin, recordings)
-        except ValueError as error:
-            parts[name] = str(error)
-    return parts
-
-
-def _segment(name: str, value: str, origin: str, recordings: dict[str, str]) -> _Segment:
+def _segment(name: str, row: _Row, recordings: dict[str, _Row]) -> tuple[str, float, float | None]:
+    """Return recording, start and duration of an utterance."""
+    origin, value = row
     fields = value.split()
     if len(fields) != 3:
         raise ValueError(
@@ -152,24 +166,3 @@ def _seconds(value: str, origin: str) -> float:
     if not math.isfinite(seconds):
         raise ValueError(f"{origin}: times must be numbers of seconds, but one is {value!r}.")
     return seconds
-
-
-def _find(
-    folder: Path,
-    origin: str,
-    name: str,
-    recordings: dict[str, str],
-    segments: dict[str, _Segment | str] | None,
-) -> tuple[str, float | None, float | None]:
-    """Return the recording of an utterance, its offset and its duration."""
-    if name not in (recordings if segments is None else segments):
-        where = "wav.scp" if segments is None else "segments"
-        raise ValueError(
-            f"{origin}: utterance {name!r} is not in {where}: run utils/fix_data_dir.sh {folder}."
-        )
-    if segments is None:
-        return name, None, None
-    segment = segments[name]
-    if isinstance(segment, str):
-        raise ValueError(segment)
-    return segment

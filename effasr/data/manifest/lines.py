@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import io
 import itertools
 import json
 import os
@@ -11,10 +13,13 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from effasr.untrusted.documents import MOST_DEPTH, is_deep
 from effasr.untrusted.files import open_regular
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 LINE_BYTES = 32 << 20  # most bytes of a line
 
@@ -22,28 +27,37 @@ _UNPACKED_RATIO, _UNPACKED_BYTES = 300, 256 << 20
 """Most bytes that a byte of a gzipped file stands for, beyond the second: manifests shrink to a
 tenth, gzip to a thousandth."""
 
+_ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a UTF-8 file with their numbers, blank ones left out, endings kept.
+def numbered_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file with their numbers, blank ones left out, endings kept.
 
-    A file is gzipped if its name ends in ``.gz``.
+    It is UTF-8, or UTF-16 with its mark, and gzipped if its name ends in ``.gz``. With the
+    ``errors`` "surrogateescape", a line that is neither is yielded, too: see `check_text`.
     """
     number = 0
     try:
         with _opened(path) as file:
             for number, line in enumerate(_bounded(file, path), 1):
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8", errors)
                 if text.strip():
                     yield number, text
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}:{number}: must be UTF-8, but has the byte {error.object[error.start]:#x}: "
-            "convert the file with iconv."
-        ) from error
+        raise ValueError(f"{path}:{number}: {_not_utf8(error.object[error.start])}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {error}.") from error
+
+
+def _not_utf8(byte: int) -> str:
+    return f"must be UTF-8, but has the byte {byte:#x}: convert the file with iconv."
+
+
+def check_text(line: str, origin: str) -> None:
+    """Check that a line was UTF-8; see `numbered_lines`."""
+    if not line.isascii() and (escaped := _ESCAPED_BYTE.search(line)) is not None:
+        raise ValueError(f"{origin}: {_not_utf8(ord(escaped.group()) - 0xDC00)}")
 
 
 def check_file(path: Path) -> None:
@@ -55,12 +69,13 @@ def check_file(path: Path) -> None:
 
 def parse_object(line: str, origin: str) -> dict[str, Any]:
     """Parse one line of a JSON-lines file; ``origin`` is file and line, for messages."""
+    check_text(line, origin)
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{origin}: not valid JSON ({error.msg} at column {error.colno}): "
-            "write one object per line."
+            "write one object per line, as `jq -c` does."
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{origin}: no JSON that Python reads ({error}).") from error
@@ -69,7 +84,7 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(
             f"{origin}: must be a JSON object, but is a {type(value).__name__}: "
-            "write one object per line."
+            "write one object per line, as `jq -c '.[]'` does."
         )
     # An escape can spell half of a character, which is no text for a tokenizer or a file.
     if "\\u" in line and (half := _HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False))):
@@ -88,7 +103,21 @@ def first_fields(path: Path) -> dict[str, Any]:
 
 def _opened(path: Path) -> IO[bytes]:
     file = open_regular(path)
-    return cast("IO[bytes]", _Unpacked(file)) if path.suffix == ".gz" else file
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", _Unpacked(file))
+    if cast("BufferedReader", file).peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return cast("IO[bytes]", _Utf16(file))
+    return file
+
+
+class _Utf16(io.TextIOWrapper):
+    """A text in UTF-16, as spreadsheets of Windows write it, whose lines are UTF-8."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, "utf-16", newline="\n")
+
+    def readline(self, size: int = -1) -> bytes:  # type: ignore[override]
+        return super().readline(size).encode()
 
 
 class _Unpacked(gzip.GzipFile):

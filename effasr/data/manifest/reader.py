@@ -197,7 +197,7 @@ def _parse(
 
 def _lines_and_format(path: Path) -> tuple[Iterator[tuple[int, str]], LineFormat]:
     """Return the lines and their format, chosen by the first line."""
-    lines = numbered_lines(path)
+    lines = numbered_lines(path, "surrogateescape")
     first: list[tuple[int, str]] = []
     row, problem = None, None
     for number, line in islice(lines, _DAMAGED_LINES):
@@ -209,6 +209,8 @@ def _lines_and_format(path: Path) -> tuple[Iterator[tuple[int, str]], LineFormat
             problem = problem or error
     if row is None:
         if problem is not None:
+            if table.has_suffix(path):
+                table.header_of(first[0][1], path)
             raise problem
         return iter(()), cuts.FORMAT
     for line_format in LINES:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 from effasr.data.manifest import cuts
 from effasr.data.manifest.lines import numbered_lines
@@ -31,17 +31,28 @@ def _files(folder: Path) -> list[Path]:
 
 def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
     first, second = _files(folder)
-    recordings: dict[str, dict[str, Any]] = {}
-    for number, line in numbered_lines(first):
-        row = ManifestRow.parse(line, first, number)
-        recordings[row.string("id")] = dict(row.values)
-    for number, line in numbered_lines(second):
+    recordings: dict[str, ManifestRow] = {}
+    for number, line in numbered_lines(first, "surrogateescape"):
+        origin = f"{first}:{number}"
+        try:
+            row = ManifestRow.parse(line, first, number)
+            if recordings.setdefault(row.string("id"), row) is not row:
+                raise row.error(f"recording {row.values['id']!r} comes twice: the first is read.")
+        except ValueError as error:
+            yield RejectedRow(f"{first.name}:{number}", origin, str(error))
+    used = set()
+    for number, line in numbered_lines(second, "surrogateescape"):
         origin = f"{second}:{number}"
         try:
             row = ManifestRow.parse(line, second, number)
+            used.add(row.values.get("recording_id"))
             yield cuts.parse(_cut(row, recordings), options)
         except ValueError as error:
             yield RejectedRow(f"{second.name}:{number}", origin, str(error))
+    for name, row in recordings.items():
+        if name not in used:
+            problem = f"{row.origin}: recording {name!r} has no supervision."
+            yield RejectedRow(name, row.origin, problem)
 
 
 FORMAT = FolderFormat(
@@ -51,7 +62,7 @@ FORMAT = FolderFormat(
 )
 
 
-def _cut(row: ManifestRow, recordings: dict[str, dict[str, Any]]) -> ManifestRow:
+def _cut(row: ManifestRow, recordings: dict[str, ManifestRow]) -> ManifestRow:
     """Return the line of a cut that is the span of a supervision."""
     supervision = dict(row.values)
     recording = recordings.get(row.string("recording_id"))
@@ -67,6 +78,7 @@ def _cut(row: ManifestRow, recordings: dict[str, dict[str, Any]]) -> ManifestRow
         "duration": supervision.get("duration"),
         "channel": channel,
         "supervisions": [supervision | {"start": 0.0}],
-        "recording": recording,
+        # lhotse takes fields out of what it reads.
+        "recording": deepcopy(recording.values),
     }
     return ManifestRow(values, row.path, row.line, row.origin, str(values))

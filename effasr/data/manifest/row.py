@@ -35,11 +35,17 @@ _YES_NO = {
 
 AUDIO = (
     *("audio_filepath", "file_name", "path", "audio", "wav", "audio_path", "audio_file"),
-    *("filename", "file", "wav_path"),
+    *("filename", "file", "filepath", "wav_path", "wav_filename", "audio_filename"),
 )
-TEXT = ("text", "sentence", "transcription", "transcript", "normalized_text")
-START = ("offset", "start", "start_time", "begin")
-END = ("end", "end_time", "stop")
+TEXT = (
+    *("text", "sentence", "transcription", "transcript", "normalized_text", "raw text"),
+    *("raw_text", "raw_transcription", "wrd"),
+)
+START = (
+    *("offset", "start", "start_time", "begin", "begin_time", "start_sec", "segment_start"),
+    "start_ms",
+)
+END = ("end", "end_time", "stop", "end_sec", "segment_end", "end_ms")
 IDS = ("id", "utt_id", "utterance_id")
 SPEAKER = ("speaker", "speaker_id", "client_id")
 LANGUAGES = ("lang", "language", "locale")
@@ -131,11 +137,14 @@ class ManifestRow:
         start = self.seconds(self.first(START), zero=True)
         end_field = self.first(END)
         end = self.seconds(end_field, zero=True)
+        if end is not None and start is None and self.values.get("duration") in (None, ""):
+            raise self.error(f"`{end_field}` needs `offset` or `start` beside it.", end_field)
         if end is None or self.values.get("duration") not in (None, ""):
             return start, self.seconds("duration")
-        if end <= (start or 0.0):
+        assert start is not None
+        if end <= start:
             raise self.error(f"`{end_field}` must be after the start, but is {end:g}.", end_field)
-        return start or 0.0, end - (start or 0.0)
+        return start, end - start
 
     def transcript(self, name: str, *, untranscribed: bool = False) -> str:
         """Return a text, stripped. Null is an empty text, which filters drop."""
@@ -158,7 +167,7 @@ class ManifestRow:
         if value < 0 or (value == 0 and not zero):
             rule = "at least 0" if zero else "greater than 0"
             raise self.error(f"`{name}` must be {rule}, but is {value}.", name)
-        return float(value)
+        return value / 1000 if name.endswith("_ms") else float(value)
 
     def audio(self, name: str) -> str:
         """Return the absolute path of an audio file."""

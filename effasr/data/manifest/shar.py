@@ -17,7 +17,7 @@ from effasr.data.audio.waveform import TarMember
 from effasr.data.manifest import cuts
 from effasr.data.manifest.lines import numbered_lines
 from effasr.data.manifest.row import ManifestRow
-from effasr.data.manifest.utterance import FolderFormat, ReadOptions, Utterance
+from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
 from effasr.untrusted.files import BoundedTar, open_regular
 
 _CUTS = re.compile(r"cuts\.(\d+)\.jsonl(\.gz)?")
@@ -35,10 +35,13 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
 def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
     for path, tar in zip(*_files(folder), strict=True):
         members = _members(tar, path)
-        for number, line in numbered_lines(path):
-            row = ManifestRow.parse(line, path, number)
-            _locate_audio(row, tar, members)
-            yield replace(cuts.FORMAT.parse(row, options), audio=str(tar))
+        for number, line in numbered_lines(path, "surrogateescape"):
+            try:
+                row = ManifestRow.parse(line, path, number)
+                _locate_audio(row, tar, members)
+                yield replace(cuts.parse(row, options), audio=str(tar))
+            except ValueError as error:
+                yield RejectedRow(f"{path.name}:{number}", f"{path}:{number}", str(error), str(tar))
 
 
 FORMAT = FolderFormat(

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from effasr.data.manifest import nemo
-from effasr.data.manifest.lines import numbered_lines
+from effasr.data.manifest.folder import with_others
+from effasr.data.manifest.lines import check_text, numbered_lines
 from effasr.data.manifest.row import AUDIO, READ, TEXT, ManifestRow
 from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
 
@@ -24,27 +25,31 @@ _LJ_SPEECH = ("file_name", "raw text", "text")
 _IGNORED = frozenset(
     (
         *("sentence_id", "sentence_domain", "up_votes", "down_votes", "age", "gender", "accents"),
-        *("accent", "variant", "segment", "raw text"),
+        *("accent", "variant", "segment"),
     )
 )
 
 
 def _file(path: Path) -> Path | None:
     """Return the table of a manifest: the file itself, or the metadata.csv of a folder."""
-    if path.suffix.lower() in SUFFIXES and path.is_file():
+    if has_suffix(path) and path.is_file():
         return path if names_audio(path) else None
     if not path.is_dir() or (path / "metadata.jsonl").is_file():
         return None
     names = ["metadata.csv", "metadata.tsv"]
     if (path / "clips").is_dir():  # Common Voice
-        names += ["train.tsv", "validated.tsv"]
+        names += ["train.tsv", "validated.tsv", "dev.tsv", "test.tsv"]
     return next((path / name for name in names if (path / name).is_file()), None)
+
+
+def has_suffix(path: Path) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 def names_audio(path: Path) -> bool:
     """Return whether a table is one of utterances; `effasr plan` reads tables of mere lengths."""
     try:
-        _header(next(numbered_lines(path), (0, ""))[1], path)
+        header_of(next(numbered_lines(path), (0, ""))[1], path)
     except ValueError:
         return False
     return True
@@ -53,8 +58,15 @@ def names_audio(path: Path) -> bool:
 def _read(path: Path, options: ReadOptions) -> Iterator[Utterance]:
     file = _file(path)
     assert file is not None
-    if file != path:
-        log.warning("%s: a folder with a table: %s is read.", path, file.name)
+    if file == path:
+        return _utterances(file, options)
+    log.warning("%s: a folder with a table: %s is read.", path, file.name)
+    utterances = _utterances(file, options)
+    # The clips of Common Voice are those of several tables.
+    return utterances if file.stem != "metadata" else with_others(utterances, path)
+
+
+def _utterances(file: Path, options: ReadOptions) -> Iterator[Utterance]:
     folders = [file.parent, file.parent / "clips", file.parent / "wavs"]
     for row in rows(file):
         if isinstance(row, RejectedRow):
@@ -88,36 +100,45 @@ def _locate(name: str, path: str, folders: Sequence[Path]) -> str:
 
 def rows(path: Path) -> Iterator[ManifestRow | RejectedRow]:
     """Yield the rows of a table, each under the names of its header."""
-    lines = numbered_lines(path)
+    lines = numbered_lines(path, "surrogateescape")
     number, header = next(lines, (0, ""))
     if not number:
         return
-    delimiter, names = _header(header, path)
-    first = None
+    delimiter, names = header_of(header, path)
+    pending: list[tuple[int, str]] = []
     if names is None:
-        names, first = list(_LJ_SPEECH), (number, header)
-        if len(_fields(header, delimiter)) == 2:
-            names = ["file_name", "text"]
+        names, pending = ["file_name", "text"], [(number, header)]
+        if header.count(delimiter) == 2:
+            names = list(_LJ_SPEECH)
     unknown = [name for name in names if name and name not in READ | _IGNORED]
     if unknown:
         log.warning("%s: columns that are not read: %s.", path, ", ".join(map(repr, unknown)))
-    pending: list[tuple[int, str]] = [] if first is None else [first]
     for number, fields in _split(pending, lines, delimiter, len(names)):
         origin = f"{path}:{number}"
-        if isinstance(fields, str):
-            yield RejectedRow(f"{path.name}:{number}", origin, f"{origin}: {fields}")
-        else:
-            values = {name: value for name, value in zip(names, fields, strict=True) if name}
-            yield ManifestRow(values, path, number, origin)
+        try:
+            if isinstance(fields, str):
+                raise ValueError(f"{origin}: {fields}")
+            check_text("".join(fields), origin)
+        except ValueError as error:
+            yield RejectedRow(f"{path.name}:{number}", origin, str(error))
+            continue
+        values = {name: value for name, value in zip(names, fields, strict=True) if name}
+        yield ManifestRow(values, path, number, origin)
 
 
-def _header(line: str, path: Path) -> tuple[str, list[str] | None]:
+def header_of(line: str, path: Path) -> tuple[str, list[str] | None]:
     """Return the delimiter and the columns; None for LJSpeech's tables, which have no header."""
     for delimiter in _DELIMITERS:
         names = [name.strip() for name in _fields(line, delimiter)]
+        names = [name.lower() if name.lower() in READ else name for name in names]
         if not set(names).isdisjoint(AUDIO) and len(names) > 1:
+            if twice := next((name for name in names if name and names.count(name) > 1), None):
+                raise ValueError(f"{path}: column {twice!r} comes twice: remove or rename one.")
             return delimiter, names
-    if line.count("|") in (1, 2):
+    first, *others = line.split("|")
+    # LJSpeech has a name and two spellings of its text. A speaker is third, or second, where the
+    # first column is a file.
+    if len(others) == 1 or (len(others) == 2 and not Path(first).suffix):
         return "|", None
     raise ValueError(
         f"{path}: the first line must name the columns, among them one of {', '.join(AUDIO[:6])} "
