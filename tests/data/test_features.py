@@ -12,9 +12,7 @@ def utterances(*samples: int) -> list[torch.Tensor]:
     return [0.1 * torch.randn(count, generator=generator) for count in samples]
 
 
-def log_mel(
-    config: FeatureConfig, audio: list[torch.Tensor], spare: int = 0, extra: int = 0
-) -> MelFrames:
+def log_mel(config: FeatureConfig, audio: list, spare: int = 0, extra: int = 0) -> MelFrames:
     lengths = [config.encoder_frames(len(wave)) for wave in audio]
     count = len(audio) + extra
     spare_samples = config.framing.samples * spare
@@ -64,9 +62,8 @@ def test_a_pack_gives_what_transformers_gives_for_each_utterance(
     transformers = pytest.importorskip("transformers")
     extractor = transformers.ParakeetFeatureExtractor(feature_size=mel_bins)
     audio = utterances(7000, 1439, 320, 16_001, 1280)
-    mel = log_mel(
-        FeatureConfig(mel_bins=mel_bins, subsampling=subsampling), audio, spare=3, extra=2
-    )
+    config = FeatureConfig(mel_bins=mel_bins, subsampling=subsampling)
+    mel = log_mel(config, audio, spare=3, extra=2)
     for wave, ours in zip(audio, real_rows(mel), strict=False):
         expected = extractor(wave.numpy(), sampling_rate=16_000, return_tensors="pt")
         theirs = expected.input_features[0][expected.attention_mask[0]]
@@ -99,12 +96,8 @@ def test_short_and_silent_utterances_are_finite() -> None:
     assert torch.isfinite(mel.values).all()
     # One row has no variance: it is its own mean.
     assert real_rows(mel)[1].abs().max() == 0
-
-
-def test_a_batch_of_nothing_has_no_rows() -> None:
     assert log_mel(FeatureConfig(), utterances(100, 0)).values.shape == (0, 80)
-    tail = log_mel(FeatureConfig(), utterances(100), spare=2)
-    assert not tail.values.any()
+    assert not log_mel(FeatureConfig(), utterances(100), spare=2).values.any()
 
 
 def test_bands_have_zero_mean_and_unit_variance() -> None:
@@ -114,28 +107,19 @@ def test_bands_have_zero_mean_and_unit_variance() -> None:
 
 
 def test_without_normalisation_the_log_of_the_energy_stays() -> None:
-    quiet, loud = (
-        real_rows(log_mel(FeatureConfig(normalize=False, preemphasis=0.0), [scale * wave]))[0]
-        for wave in utterances(8000)
-        for scale in (1.0, 10.0)
-    )
-    torch.testing.assert_close(
-        loud - quiet, torch.full_like(quiet, np.log(100.0)), atol=1e-3, rtol=0
-    )
+    config, (wave,) = FeatureConfig(normalize=False, preemphasis=0.0), utterances(8000)
+    quiet, loud = (real_rows(log_mel(config, [scale * wave]))[0] for scale in (1.0, 10.0))
+    expected = torch.full_like(quiet, np.log(100.0))
+    torch.testing.assert_close(loud - quiet, expected, atol=1e-3, rtol=0)
 
 
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_autocast_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     audio = utterances(9000, 4000)
-    whole = log_mel(FeatureConfig(), audio).values
-    monkeypatch.setattr("effasr.data.features.log_mel._CHUNK_ROWS", {"cpu": 24})
-    torch.testing.assert_close(log_mel(FeatureConfig(), audio).values, whole, atol=1e-6, rtol=0)
-
-
-def test_autocast_does_not_round() -> None:
-    audio = utterances(9000)
     expected = log_mel(FeatureConfig(), audio).values
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(log_mel(FeatureConfig(), audio).values, expected)
+    monkeypatch.setattr("effasr.data.features.log_mel._CHUNK_ROWS", {"cpu": 24})
+    torch.testing.assert_close(log_mel(FeatureConfig(), audio).values, expected, atol=1e-6, rtol=0)
 
 
 def test_another_dtype_of_the_weights_does_not_round_either() -> None:

@@ -117,37 +117,38 @@ def test_it_is_saved_and_read_again(tokenizers, case, tmp_path) -> None:
 
 def test_a_broken_folder_is_refused(tokenizers, tmp_path) -> None:
     tokenizers["canary"].save(tmp_path)
+    (tmp_path / "de.model").unlink()
     path = tmp_path / NEMO_FILE
     metadata = json.loads(path.read_text())
+    for content, message in (
+        (json.dumps(metadata), r"de.model: the model of .de. is missing"),
+        (json.dumps(metadata | {"version": 2}), "`version` must be 1, but is 2"),
+        ("{", "cannot be read"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(tmp_path)
+    tokenizers["canary"].save(tmp_path)
     path.write_text(json.dumps(metadata | {"vocab_size": 61}))
     with pytest.raises(ValueError, match="its models must have 61 tokens, but have 60"):
-        load_tokenizer(tmp_path)
-    path.write_text(json.dumps(metadata | {"version": 2}))
-    with pytest.raises(ValueError, match="`version` must be 1, but is 2"):
-        load_tokenizer(tmp_path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_tokenizer(tmp_path)
-    path.write_text(json.dumps(metadata))
-    (tmp_path / "de.model").unlink()
-    with pytest.raises(ValueError, match=r"de.model: the model of .de. is missing"):
         load_tokenizer(tmp_path)
 
 
 def test_bad_models_are_refused(tokenizers) -> None:
     models = tokenizers["canary"].models
-    with pytest.raises(ValueError, match="`models` must hold at least one model, but is empty"):
-        NeMoTokenizer({})
-    with pytest.raises(ValueError, match="`models` must be named by languages"):
-        NeMoTokenizer({"../en": models["en"]})
-    with pytest.raises(ValueError, match="the model of 'en' is no SentencePiece model"):
-        NeMoTokenizer({"en": b"x"})
-    with pytest.raises(ValueError, match="`prompt_format` must be canary or canary2, but is phi"):
-        NeMoTokenizer(models, "phi")
-    with pytest.raises(ValueError, match="must have one named spl_tokens for prompts, but are de"):
-        NeMoTokenizer({"de": models["de"]}, "canary")
-    with pytest.raises(ValueError, match=r"lack <pad>, <\|endoftext\|>"):
-        NeMoTokenizer({UNIFIED: models["en"]}, "canary")
+    for arguments, message in (
+        ([{}], "`models` must hold at least one model, but is empty"),
+        ([{"../en": models["en"]}], "`models` must be named by languages"),
+        ([{"en": b"x"}], "the model of 'en' is no SentencePiece model"),
+        ([models, "phi"], "`prompt_format` must be canary or canary2, but is phi"),
+        (
+            [{"de": models["de"]}, "canary"],
+            "must have one named spl_tokens for prompts, but are de",
+        ),
+        ([{UNIFIED: models["en"]}, "canary"], r"lack <pad>, <\|endoftext\|>"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NeMoTokenizer(*arguments)
     with pytest.raises(ValueError, match=r"must be in 0 .. 59, but one is 60"):
         tokenizers["canary"].decode([60])
 

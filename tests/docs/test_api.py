@@ -16,9 +16,13 @@ def generate():
     return load(ROOT / "docs/generate_api.py")
 
 
-def test_the_pages_are_those_of_the_docstrings(generate):
+def test_the_pages_are_those_of_the_docstrings_without_their_marks(generate):
     assert generate.main(["--check"]) == 0
-    assert {path.stem for path in (ROOT / "docs/api").glob("*.md")} == {"README", *OPERATIONS}
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
+    assert pages.keys() == {"README", *OPERATIONS}
+    for text in pages.values():
+        marks = re.findall(r"\.\. math|````|(?<!`)``(?!`)|^(?:Args|Returns|Raises):", text, re.M)
+        assert marks == []
 
 
 def test_an_outdated_page_is_found_and_written_anew(generate, tmp_path, monkeypatch):
@@ -54,12 +58,3 @@ def test_a_docstring_becomes_markdown(generate):
         "for all rows.\n\n### Arguments\n\n- **`x`**: (T, C), the first.\n"
         "- **`y`**: See <https://example.org/a>.\n\n### Returns\n\nThe sum."
     )
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "docs/api").glob("*.md")), ids=lambda p: p.name)
-def test_no_mark_of_a_docstring_is_left(path):
-    text = path.read_text()
-    assert ".. math" not in text
-    assert "````" not in text
-    assert not re.search(r"(?<!`)``(?!`)", text)
-    assert not re.search(r"^(Args|Returns|Raises):", text, re.M)

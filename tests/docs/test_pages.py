@@ -36,20 +36,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_the_pages_that_were_agreed_are_there():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-def test_there_are_the_pages_that_were_agreed():
     assert {f"{name}.md" for name in OF_THE_NOTE} <= {page.name for page in DOCS}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=named)
-def test_a_page_begins_with_what_its_reader_can_do_after_it(page):
+def test_a_page_begins_with_its_purpose_and_the_readme_leads_to_it(page):
     title, blank, first, *_ = page.read_text().splitlines()
     assert title.startswith("# ")
     assert not blank
     assert first.startswith("After this page you ")
+    assert f"(docs/{page.name})" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -63,18 +61,9 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", DOCS, ids=named)
-def test_the_readme_leads_to_every_page(page):
-    assert f"(docs/{page.name})" in (ROOT / "README.md").read_text()
-
-
 def test_the_tables_are_those_of_the_measured_rows():
     generate = load(ROOT / "docs/generate_tables.py")
     assert generate.main(["--check"]) == 0
-
-
-def test_a_changed_table_is_found():
-    generate = load(ROOT / "docs/generate_tables.py")
     text = (ROOT / "README.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| 400 "))
     figure = row.split("|")[2].strip()

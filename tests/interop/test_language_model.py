@@ -47,26 +47,20 @@ def test_folders_of_the_base_model_and_with_a_tied_weight_twice(tmp_path):
     folder = write_chat_model(tmp_path / "llm", "gemma")
     weights = weights_of(folder)
     expected = weights["model.embed_tokens.weight"].clone()
-    save_file({**weights, "lm_head.weight": expected}, folder / "model.safetensors")
-    model = build(folder)
-    read_language_model(folder, model)
-    assert torch.equal(model.output_weight, expected)
     bare = {name.removeprefix("model."): value for name, value in weights.items()}
-    save_file(bare, folder / "model.safetensors")
-    model = build(folder)
-    read_language_model(folder, model)
-    assert torch.equal(model.output_weight, expected)
+    for saved in ({**weights, "lm_head.weight": expected}, bare):
+        save_file(saved, folder / "model.safetensors")
+        model = build(folder)
+        read_language_model(folder, model)
+        assert torch.equal(model.output_weight, expected)
 
 
 def test_shards_are_read(tmp_path):
     folder = write_chat_model(tmp_path / "llm")
     weights = weights_of(folder)
-    parts = {"a.safetensors": {}, "b.safetensors": {}}
-    names = {name: ("a.safetensors", "b.safetensors")[n % 2] for n, name in enumerate(weights)}
-    for name, part in names.items():
-        parts[part][name] = weights[name]
-    for part, tensors in parts.items():
-        save_file(tensors, folder / part)
+    names = {name: f"{n % 2}.safetensors" for n, name in enumerate(weights)}
+    for part in set(names.values()):
+        save_file({name: weights[name] for name in names if names[name] == part}, folder / part)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     model = build(folder)
@@ -74,26 +68,19 @@ def test_shards_are_read(tmp_path):
     assert torch.equal(model.output_weight, weights["lm_head.weight"])
 
 
-def change(folder, **values):
-    weights = weights_of(folder)
-    for name, value in values.items():
-        weights.pop(name.replace("__", "."), None)
-        if value is not None:
-            weights[name.replace("__", ".")] = value
-    save_file(weights, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("name", "value", "message"),
     [
-        ({"model__norm__weight": None}, "lacks model.norm.weight"),
-        ({"model__extra": torch.zeros(1)}, "has model.extra, which is unknown"),
-        ({"model__norm__weight": torch.zeros(3)}, r"must have the shape \(48,\)"),
+        ("model.norm.weight", None, "lacks model.norm.weight"),
+        ("model.extra", torch.zeros(1), "has model.extra, which is unknown"),
+        ("model.norm.weight", torch.zeros(3), r"must have the shape \(48,\)"),
     ],
 )
-def test_other_weights_are_refused(tmp_path, values, message):
+def test_other_weights_are_refused(tmp_path, name, value, message):
     folder = write_chat_model(tmp_path / "llm")
-    change(folder, **values)
+    weights = weights_of(folder) | {name: value}
+    weights = {name: value for name, value in weights.items() if value is not None}
+    save_file(weights, folder / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         read_language_model(folder, build(folder))
 
@@ -110,10 +97,8 @@ def test_code_of_a_folder_is_never_run(tmp_path):
     folder = write_chat_model(tmp_path / "llm")
     (folder / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     mapping = json.loads((folder / "config.json").read_text())
-    mapping["auto_map"] = {
-        "AutoConfig": "modeling.Config",
-        "AutoModelForCausalLM": "modeling.Model",
-    }
+    names = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
+    mapping["auto_map"] = names
     (folder / "config.json").write_text(json.dumps(mapping))
     build(folder)
     (folder / "config.json").write_text(json.dumps({**mapping, "model_type": "mine"}))
@@ -131,14 +116,11 @@ def test_code_of_a_folder_is_never_run(tmp_path):
     ],
 )
 def test_wrong_configurations_are_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=r"language_model\.path"):
+        read_architecture(tmp_path)
     (tmp_path / "config.json").write_text(architecture("llama", **fields))
     with pytest.raises(ValueError, match=message):
         build(tmp_path)
-
-
-def test_a_folder_without_a_configuration(tmp_path):
-    with pytest.raises(ValueError, match=r"language_model\.path"):
-        read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(

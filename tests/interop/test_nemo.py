@@ -1,6 +1,7 @@
 """NeMo itself made the models in `nemo/`, and noted what they compute; see `nemo/make.py`."""
 
 import itertools
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -189,9 +190,9 @@ def test_what_is_imported_is_as_the_file_says(imported, case):
     assert isinstance(encoder, FastConformerConfig)
     assert config.spec_augment.time_masks == 10
     assert config.spec_augment.time_width == 0.05
-    assert (encoder.input_dropout, encoder.position_dropout) == (0.05, 0.02)
-    assert (encoder.residual_dropout, encoder.activation_dropout) == (0.1, 0.1)
-    assert encoder.attention_dropout == 0.15
+    kinds = ("input", "position", "residual", "activation", "attention")
+    dropouts = [getattr(encoder, f"{kind}_dropout") for kind in kinds]
+    assert dropouts == [0.05, 0.02, 0.1, 0.1, 0.15]
     assert encoder.bias == encoder.convolution_bias == (case != "ctc")
     assert encoder.scale_input == (case == "ctc")
     if config.decoder is not None:
@@ -232,8 +233,6 @@ def test_export_is_the_inverse_of_import(model, imported, case, tmp_path):
 
 @pytest.mark.parametrize("case", ["canary"], scope="module")
 def test_a_folder_is_as_good_as_a_file(imported, tmp_path):
-    import tarfile
-
     with tarfile.open(FOLDER / "canary.nemo") as tar:
         tar.extractall(tmp_path, filter="data")
     again = import_nemo(tmp_path)
@@ -245,21 +244,15 @@ TEXTS = {
     "en": ["the red dog ran to the barn", "a cat and a dog", "go home now"],
     "de": ["der rote hund lief zum haus", "das ist ein haus", "geh heim"],
 }
+DECODER = DecoderConfig(width=12, layers=1, heads=2, feed_forward=20, bias=False, output_bias=False)
+TDT = TransducerConfig(width=12, joint=20, durations=(0, 1, 2, 4))
 OWN = {
     "ctc": {"ctc": True},
     "rnnt": {"transducer": TransducerConfig(width=12, joint=10, layers=2, activation="tanh")},
-    "hybrid": {
-        "ctc": True,
-        "transducer": TransducerConfig(width=12, joint=20, durations=(0, 1, 2, 4)),
-    },
-    "canary": {
-        "ctc": True,
-        "decoder": DecoderConfig(
-            width=12, layers=1, heads=2, feed_forward=20, bias=False, output_bias=False
-        ),
-        "text_encoder": TextEncoderConfig(heads=2),
-    },
+    "hybrid": {"ctc": True, "transducer": TDT},
+    "canary": {"ctc": True, "decoder": DECODER, "text_encoder": TextEncoderConfig(heads=2)},
 }
+SIZES = {"width": 16, "heads": 2, "feed_forward": 32, "subsampling_channels": 6}
 
 
 @pytest.fixture(scope="module")
@@ -280,17 +273,11 @@ def test_a_canary_with_a_shared_model_is_refused(tmp_path):
 @pytest.mark.parametrize(("name", "subsampling"), [*((name, 8) for name in OWN), ("ctc", 4)])
 @torch.no_grad()
 def test_a_model_of_our_own_goes_out_with_its_tokenizer(name, subsampling, tokenizers, tmp_path):
-    """NeMo's own check of such files is in `nemo/check.py`; here they come back."""
+    """NeMo itself checks such files with `nemo/make.py --compare`; here they come back."""
     tokenizer = tokenizers[name in ("rnnt", "canary")]
     # NeMo has biases in all layers or in none.
     encoder = FastConformerConfig(
-        width=16,
-        layers=1,
-        heads=2,
-        feed_forward=32,
-        subsampling=subsampling,
-        subsampling_channels=6,
-        convolution_bias=False,
+        **SIZES, layers=1, subsampling=subsampling, convolution_bias=False
     )
     config = ModelConfig(**{"encoder": encoder, "decoder": None, **OWN[name]})
     torch.manual_seed(0)
@@ -324,10 +311,8 @@ def test_a_model_of_our_own_goes_out_with_its_tokenizer(name, subsampling, token
         return
     if config.ctc:
         # Tokens of prompts are no labels.
-        scores = [
-            item.ctc_logits(frames.values)
-            for item, frames in zip((ours, theirs), encoded, strict=True)
-        ]
+        pairs = zip((ours, theirs), encoded, strict=True)
+        scores = [item.ctc_logits(frames.values) for item, frames in pairs]
         assert torch.allclose(scores[0][:, first:], scores[1], atol=1e-4)
     if config.transducer is not None:
         assert [token - first for token in text] == other
@@ -404,30 +389,17 @@ def test_what_nemo_has_not_is_not_written():
         read_contexts([4, 2], "chunked_limited")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    return train_tokenizer({"en": ["the red dog ran", "a cat"]}, folder, vocab_size=20)
-
-
 @pytest.mark.parametrize("norm", ["layer_norm", "batch_norm"])
 @torch.no_grad()
-def test_a_streaming_model_goes_out_and_comes_back(tokenizer, tmp_path, norm):
+def test_a_streaming_model_goes_out_and_comes_back(tokenizers, tmp_path, norm):
     contexts = Context(6, 0, 3), Context(4, 0, 2), Context(None, 0, 1)
     encoder = FastConformerConfig(
-        width=16,
-        layers=2,
-        heads=2,
-        feed_forward=32,
-        subsampling_channels=6,
-        conv_kernel=5,
-        conv_norm=norm,
-        context=contexts,
-        causal_convolution=True,
-        causal_subsampling=True,
-    )
+        **SIZES, layers=2, conv_kernel=5, conv_norm=norm, context=contexts,
+        causal_convolution=True, causal_subsampling=True,
+    )  # fmt: skip
     features = FeatureConfig(normalize=False)
     config = ModelConfig(features=features, encoder=encoder, decoder=None, ctc=True)
+    tokenizer, _ = tokenizers
     torch.manual_seed(0)
     ours = ASRModel(config, tokenizer.vocab_size).eval()
     shake(ours)
@@ -451,10 +423,9 @@ def test_a_streaming_model_goes_out_and_comes_back(tokenizer, tmp_path, norm):
         torch.testing.assert_close(theirs.encode(batch).values, ours.encode(batch).values)
 
 
-def test_other_contexts_are_refused(tokenizer, tmp_path):
-    encoder = FastConformerConfig(
-        width=16, layers=1, heads=2, feed_forward=32, context=(Context(4, 0, 3),)
-    )
+def test_other_contexts_are_refused(tokenizers, tmp_path):
+    tokenizer, _ = tokenizers
+    encoder = FastConformerConfig(**SIZES, layers=1, context=(Context(4, 0, 3),))
     model = ASRModel(ModelConfig(encoder=encoder, decoder=None, ctc=True), tokenizer.vocab_size)
     with pytest.raises(ValueError, match=r"NeMo has no encoder\.context with `right` and chunks"):
         export_nemo(model, tokenizer, tmp_path / "other.nemo")

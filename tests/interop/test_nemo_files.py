@@ -22,6 +22,7 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 
 FOLDER = Path(__file__).parent / "nemo"
+LAYERS = "transf_decoder.config_dict"
 BLANK = "decoder.prediction.embed.weight"
 
 
@@ -43,12 +44,8 @@ def changed(archives, tmp_path):
             for part in path:
                 section = section[part]
             section[last] = value
-        state = {
-            key: value
-            for key, value in archive.weights.items()
-            if (weights or {}).get(key, 0) is not None
-        }
-        state |= {key: value for key, value in (weights or {}).items() if value is not None}
+        state = archive.weights | (weights or {})
+        state = {key: value for key, value in state.items() if value is not None}
         write_archive(tmp_path / "changed.nemo", config, state, archive.files)
         return tmp_path / "changed.nemo"
 
@@ -90,23 +87,13 @@ def changed(archives, tmp_path):
         ("rnnt", "tokenizer.langs.de.type", "wpe", "`tokenizer.langs.de.type` must be bpe"),
         ("rnnt", "tokenizer.langs.de.model_path", "nemo:x", "must name a file in it"),
         ("hybrid", "aux_ctc.decoder", None, "`aux_ctc.decoder` must be a mapping, but is None"),
-        (
-            "hybrid",
-            "loss.tdt_kwargs.durations",
-            [1, 2, 3, 4],
-            "`durations` must start with 0 and 1",
-        ),
+        ("hybrid", "loss.tdt_kwargs.durations", [1, 2, 3, 4], "must start with 0 and 1"),
         ("canary", "prompt_format", "llama3", "`prompt_format` must be canary or canary2"),
         ("canary", "prompt_format", "canary2", "lack <|startofcontext|>".replace("|", r"\|")),
         ("canary", "transf_encoder.num_layers", 2, "`transf_encoder.num_layers` must be 0"),
-        ("canary", "transf_decoder.config_dict.pre_ln", False, "pre_ln` must be true, but"),
-        ("canary", "transf_decoder.config_dict.hidden_act", "gelu", "must be relu, but is gelu"),
-        (
-            "canary",
-            "transf_decoder.config_dict.learn_positional_encodings",
-            True,
-            "must be false, but is true",
-        ),
+        ("canary", f"{LAYERS}.pre_ln", False, "pre_ln` must be true, but"),
+        ("canary", f"{LAYERS}.hidden_act", "gelu", "must be relu, but is gelu"),
+        ("canary", f"{LAYERS}.learn_positional_encodings", True, "must be false, but is true"),
         ("canary", "head.num_layers", 2, "`head.num_layers` must be 1, but is 2"),
         ("canary", "tokenizer.custom_tokenizer", None, "must be CanaryTokenizer where"),
     ],
@@ -125,11 +112,7 @@ def test_what_is_other_than_here_is_refused(changed, case, option, value, messag
         ("rnnt", {"joint.enc.bias": torch.ones(3)}, r"expected \(20,\), found \(3,\)"),
         ("rnnt", {BLANK: torch.ones(48, 12)}, "must be zero in its last row, the blank's"),
         ("rnnt", {"preprocessor.featurizer.fb": torch.ones(1, 8, 257)}, "with other features"),
-        (
-            "canary",
-            {"log_softmax.mlp.layer0.weight": torch.ones(64, 12)},
-            "an output layer of its own",
-        ),
+        ("canary", {"log_softmax.mlp.layer0.weight": torch.ones(64, 12)}, "output layer of its o"),
     ],
 )
 def test_other_weights_are_refused(changed, case, weights, message):
@@ -195,13 +178,6 @@ def write(path, content):
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return path
-
-
-@pytest.mark.parametrize("name", ["model_config.yaml", "model_weights.ckpt"])
-def test_a_missing_member_is_named(tmp_path, name):
-    selected = [pair for pair in members(FOLDER / "rnnt.nemo") if not pair[0].name.endswith(name)]
-    with pytest.raises(ValueError, match=f"must be a .nemo file, but has no {name}"):
-        import_nemo(write(tmp_path / "x.nemo", selected))
 
 
 @pytest.mark.parametrize("prefix", ["../", "/tmp/", "sub/", "./../"])
@@ -270,10 +246,13 @@ def test_a_damaged_file_is_refused(tmp_path, damage, message):
         ("weights", b"PK\x03\x04", "model_weights.ckpt is damaged"),
         ("weights", b"PK\x03\x04" + 5000 * b"x", "model_weights.ckpt is damaged"),
         ("tokenizer.model", b"x", "is no SentencePiece model"),
+        ("config", None, "must be a .nemo file, but has no model_config.yaml"),
+        ("weights", None, "must be a .nemo file, but has no model_weights.ckpt"),
     ],
 )
 def test_a_damaged_member_is_refused(tmp_path, name, damage, message):
     content = [(m, damage if name in m.name else d) for m, d in members(FOLDER / "rnnt.nemo")]
+    content = [(m, d) for m, d in content if d is not None]
     with pytest.raises(ValueError, match=message):
         import_nemo(write(tmp_path / "x.nemo", content))
 

@@ -32,6 +32,12 @@ _BINARY = (
     ".wav", ".flac", ".ogg", ".mp3", ".aiff", ".au", ".caf", ".w64", ".m4a", ".mka", ".wma",
     ".model", ".sqlite",
 )  # fmt: skip
+ALIASES = "a0: &a0 [x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12)
+)
 _LENGTHS = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFF0, 0xFFFFFFFF)
 
 
@@ -264,13 +270,9 @@ def _yaml(path, folder, random):
 
 
 def _yaml_bomb(path, folder, random):
-    aliases = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
-    merges = "\n".join(
-        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12)
-    )
     bombs = {
-        "aliases": f"a0: &a0 [x]\n{aliases}\n",
-        "merges": f"a0: &a0 {{x: 1}}\n{merges}\n",
+        "aliases": ALIASES,
+        "merges": MERGES,
         "itself": "a: &a [*a]\n",
         "merges itself": "a: &a {<<: *a}\n",
         "depth": "a: " + "[" * 5000 + "\n",

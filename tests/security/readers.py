@@ -1,39 +1,7 @@
 """Every reader of foreign files: a valid input of each, and how it is read.
 
-| reader | what it reads | limits, checked before memory is taken |
-| --- | --- | --- |
-| manifest, text_pairs | JSON lines | 32 MiB a line, depth 64; gzip to 300 times its size |
-| cuts | lhotse cuts, gzipped | as manifest; no programs, no URLs |
-| shar | cuts and tars of audio | as cuts; regular files of the tar |
-| kaldi | wav.scp, text, segments | as manifest; no programs |
-| csv_folder | metadata.csv | as manifest; a field 128 KiB |
-| json_folder, librispeech, neighbours | metadata.jsonl, *.trans.txt, NAME.txt | as manifest |
-| plan_list, plan_table | lists and tables of `effasr plan` | as manifest |
-| clips | recordings to augment with | as cuts |
-| wav, flac, ogg, mp3, aiff, au, caf, w64 | libsndfile | 8,192 samples a byte, 1 kHz to 1 MHz; regular files; decoded in blocks |
-| m4a, mka, wma | ffmpeg, where it is installed | as wav; files alone, no playlists, 4 GiB |
-| arpa | n-grams, gzipped | as manifest; counts are those promised |
-| evaluation | wer.json, hypotheses.jsonl | as manifest |
-| bucket_table | JSON | as huggingface |
-| kineto | traces of torch.profiler, gzipped | 200 times its size and 16 MiB; regular files |
-| nsys | SQLite exports of nsys | values of 16 MiB; read-only, no functions of the file's schema |
-| labels | labels.json, journal.jsonl of `effasr label` | as manifest |
-| nemo, nemo_rnnt, nemo_canary, nemo_hybrid | .nemo: tar, YAML, weights, tokenizer | 10,000 files, 64 MiB each and 256 MiB together beside the weights; unpacks to 20 times its size; plain tensors |
-| nemo_folder | the same as a folder | as nemo |
-| nemo_streaming | model_config.yaml of a cache-aware model, used on a stream | as nemo; contexts |
-| huggingface, canary, parakeet_rnnt, parakeet_tdt, whisper | config.json, safetensors | JSON 64 MiB, depth 64, no key twice; shards in the folder alone |
-| tokenizer_json, tokenizer_parts | tokenizer.json; vocab.json, merges.txt, added_tokens.json | 64 MiB each |
-| tokenizer_own, tokenizer_nemo | SentencePiece models and their JSON | 64 MiB each, in the folder alone |
-| model_directory | model.yaml, safetensors, tokenizer | YAML 4 MiB, depth 64, 500,000 values after aliases |
-| checkpoint | a run's checkpoints | checksums; uncompressed; plain tensors |
-| checkpoint_forged | the same after a change with checksums to match | names of files in the folder; values that the files hold |
-| recipe, decoding | YAML | as model_directory |
-| conversations | JSON lines with messages, and their audio | as manifest; local files alone |
-| chat_template | tokenizer.json, a Jinja template and settings | 1 MiB; rendered in another process: 5 s, 512 MiB, 4 Mi characters |
-| language_model | config.json, safetensors | as huggingface; no code of the folder; sizes that the weights have |
-| neural_lm | the same for shallow fusion | as language_model |
-| second_lm | the same and a tokenizer of transformers, to score texts again | as language_model; 64 MiB a file of the tokenizer |
-"""  # noqa: E501
+docs/security.md has their limits.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import sys
 import unicodedata
 from contextlib import redirect_stdout
 from io import StringIO
@@ -32,6 +31,8 @@ from effasr.untrusted.display import TerminalFormatter, escape_controls, escape_
 TEXT = st.text(
     st.one_of(st.characters(), st.sampled_from("\x1b\x9b\x07\r\n\t\u202e\u2066\u2028 -->;&<|`[*#="))
 )
+# All that may be a control character.
+ALL = "".join(map(chr, (*range(0x2100), *range(0xD800, 0xE000))))
 TIME = st.floats(0, 1e5)
 
 
@@ -44,6 +45,7 @@ def is_control(character):
 
 
 @given(TEXT)
+@example(ALL)
 def test_no_control_character_is_left(text):
     assert not any(is_control(item) for item in escape_line(text))
     assert not any(is_control(item) for item in escape_controls(text) if item not in "\n\t")
@@ -62,34 +64,23 @@ def test_json_has_the_value_and_no_control_character(text):
     assert not any(is_control(item) for item in line.removesuffix("\n"))
 
 
-def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys):
+def test_an_error_of_the_command_line_shows_escapes(tmp_path, capsys, monkeypatch):
+    """Also in the file from which torchrun prints the reason in its summary."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     name = tmp_path / "a\x1b[2J\u202eb.jsonl"
     assert main(["prepare", str(name), str(tmp_path / "out")]) == 2
     visible = capsys.readouterr().err
     assert visible.count("\n") == 1
-    assert "\\x1b[2J\\u202eb.jsonl" in visible
-    assert not any(is_control(item) for item in visible.removesuffix("\n"))
-
-
-def test_torchrun_is_given_escapes(tmp_path, capsys, monkeypatch):
-    """It prints the reason in its summary."""
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert main(["prepare", str(tmp_path / "a\x1b[2J\u202eb.jsonl"), str(tmp_path / "out")]) == 2
     reason = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert "\\x1b[2J\\u202eb.jsonl" in reason
-    assert not any(map(is_control, reason))
+    for text in (visible.removesuffix("\n"), reason):
+        assert "\\x1b[2J\\u202eb.jsonl" in text
+        assert not any(map(is_control, text))
 
 
 def hostile_log(name):
-    stream = StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(TerminalFormatter("effasr: %(message)s"))
-    try:
-        raise ValueError(name)
-    except ValueError:
-        provided = sys.exc_info()
-    handler.handle(logging.LogRecord("a", 30, "a", 1, "read %s", (name,), provided))
-    return stream.getvalue()
+    error = (ValueError, ValueError(name), None)
+    record = logging.LogRecord("a", 30, "a", 1, "read %s", (name,), error)
+    return TerminalFormatter("effasr: %(message)s").format(record)
 
 
 def hostile_display(name):
@@ -122,17 +113,11 @@ def test_what_is_shown_of_a_hostile_name_is_escaped(shown):
 
 
 def segments(texts, *, timed):
-    return [
-        Segment(
-            start=begin,
-            end=begin + length,
-            text=text,
-            words=tuple(Word(item, begin, begin + length) for item in text.split(" "))
-            if timed
-            else (),
-        )
-        for text, begin, length in texts
-    ]
+    result = []
+    for text, begin, length in texts:
+        words = tuple(Word(item, begin, begin + length) for item in text.split(" "))
+        result.append(Segment(begin, begin + length, text, words=words if timed else ()))
+    return result
 
 
 SEGMENTS = st.lists(st.tuples(TEXT, TIME, st.floats(0, 60)), max_size=4)
@@ -174,19 +159,21 @@ def front_and_body(card):
     return yaml.safe_load(result[2]), card[result.end() :]
 
 
+def card_of(name, other, configuration, **fields):
+    result = {"utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": other}
+    card = model_card.ModelCard(
+        name=name, loader="AutoModel", parameters=1, configuration=configuration, license=other,
+        own_tokenizer=True, tested=(model_card.TestedSet(other, result),), **fields,
+    )  # fmt: skip
+    return front_and_body(card.text())
+
+
 @given(name=TEXT, other=TEXT)
 @example(name="a\n---\nlicense: b", other="---")
 @example(name="a\u2028b", other="\x85")
 @example(name="!!python/name:os.system", other="*a: &b {c: [")
 def test_the_front_matter_of_a_model_card_has_the_values_as_text(name, other):
-    result = {
-        "utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": other,
-    }  # fmt: skip
-    card = model_card.ModelCard(
-        name=name, loader="AutoModel", parameters=1, languages=(name, other), configuration="a: 1",
-        own_tokenizer=True, tested=(model_card.TestedSet(other, result),), license=other,
-    ).text()  # fmt: skip
-    front, _ = front_and_body(card)
+    front, _ = card_of(name, other, "a: 1", languages=(name, other))
     assert front.get("license", "") == other
     assert front["language"] == [name, other]
     (index,) = front["model-index"]
@@ -197,15 +184,8 @@ def test_the_front_matter_of_a_model_card_has_the_values_as_text(name, other):
 
 def test_a_model_card_shows_names_as_text():
     name = "<img src=x onerror=alert(1)>\n# [a](javascript:b) `c` |"
-    result = {
-        "utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": name,
-    }  # fmt: skip
-    card = model_card.ModelCard(
-        name=name, loader="AutoModel", parameters=1, languages=(name,), own_tokenizer=True,
-        configuration="a: |\n  ```\n  ````\n  <b>", data=(name,), license=name, author=name,
-        tested=(model_card.TestedSet(name, result),),
-    ).text()  # fmt: skip
-    _, body = front_and_body(card)
+    configuration = "a: |\n  ```\n  ````\n  <b>"
+    _, body = card_of(name, name, configuration, languages=(name,), data=(name,), author=name)
     body, configuration, last = re.split("`````(?:yaml)?\n", body)
     assert configuration == "a: |\n  ```\n  ````\n  <b>\n"
     body += last

@@ -86,27 +86,18 @@ def test_tables_of_nemo_s_optimizer_can_be_read(tmp_path) -> None:
         ("{", "not a readable JSON file"),
         ("[]", "must be an object with `bucket_duration_bins` and `bucket_batch_size`"),
         ('{"bucket_duration_bins": [[1, 2]]}', "must be an object with"),
-        (
-            '{"bucket_duration_bins": [1.5], "bucket_batch_size": [1]}',
-            r"`bucket_duration_bins` must be a list of pairs \[seconds, tokens\]",
-        ),
-        (
-            '{"bucket_duration_bins": [[1.5, 2.5]], "bucket_batch_size": [1]}',
-            "must be a list of pairs",
-        ),
-        (
-            '{"bucket_duration_bins": [[1.5, 2]], "bucket_batch_size": [1.5]}',
-            "`bucket_batch_size` must be a list of whole numbers",
-        ),
-        (
-            '{"bucket_duration_bins": [[1.5, 2]], "bucket_batch_size": [1, 2]}',
-            "must have one entry for each of `bins`.* have 2 and 1",
-        ),
-        ('{"bucket_duration_bins": [[1.5, 2]], "bucket_batch_size": [0]}', "at least 1, but one"),
-        ('{"bucket_duration_bins": [], "bucket_batch_size": []}', "at least one, but they"),
+        (("[1.5]", "[1]"), r"`bucket_duration_bins` must be a list of pairs \[seconds, tokens\]"),
+        (("[[1.5, 2.5]]", "[1]"), "must be a list of pairs"),
+        (("[[1.5, 2]]", "[1.5]"), "`bucket_batch_size` must be a list of whole numbers"),
+        (("[[1.5, 2]]", "[1, 2]"), "must have one entry for each of `bins`.* have 2 and 1"),
+        (("[[1.5, 2]]", "[0]"), "at least 1, but one"),
+        (("[]", "[]"), "at least one, but they"),
     ],
 )
 def test_malformed_tables_are_refused(tmp_path, content, message) -> None:
+    if isinstance(content, tuple):
+        bins, sizes = content
+        content = f'{{"bucket_duration_bins": {bins}, "bucket_batch_size": {sizes}}}'
     (tmp_path / "buckets.json").write_text(content)
     with pytest.raises(ValueError, match=rf"buckets\.json: .*{message}"):
         BucketTable.load(tmp_path / "buckets.json")

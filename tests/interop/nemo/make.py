@@ -1,29 +1,30 @@
-"""Makes the fixtures of this folder with NeMo itself: tiny random models, and what they compute.
+"""What NeMo itself computes of the tiny random models of this folder, NAME.nemo, in NAME.npz.
 
 Needs NeMo, which neither effasr nor its tests do: in an environment of its own,
 
     pip install "nemo_toolkit[asr]==3.0.0"
-    python tests/interop/nemo/make.py
+    python tests/interop/nemo/make.py NAME.nemo...
 
-writes NAME.nemo and NAME.npz of each case beside this file; `check.py` looks at the way back.
+restores models and writes NAME.npz beside each; with ``--draw``, of weights that are drawn anew. A
+new case begins with a small model that NeMo has saved. On the way back, after
+
+    effasr import tests/interop/nemo/hybrid.nemo OUT; effasr export --format nemo OUT out.nemo
+
+``make.py --compare hybrid.npz out.nemo`` says how far the file that effasr wrote is from NeMo's.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import math
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cases import CASES
-from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
+from nemo.collections.asr.models import ASRModel  # pyright: ignore[reportMissingImports]
 
-HERE = Path(__file__).parent
 LENGTHS = (4037, 12345, 8000)
 TEXTS = {"en": "a dog ran to the red barn", "de": "der rote hund lief zum haus"}
 LABELS = 4
@@ -210,26 +211,43 @@ def _texts(model: Any) -> dict[str, Any]:
     return results
 
 
+def save(model: Any, path: Path) -> None:
+    """Write a model, gzipped if it was: older versions of NeMo did so, and it is smaller."""
+    is_packed = path.read_bytes().startswith(b"\x1f\x8b")
+    model.save_to(str(path))
+    if is_packed:
+        path.write_bytes(gzip.compress(path.read_bytes(), 9, mtime=0))
+
+
+def compare(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> str:
+    assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
+    errors = {}
+    for name, value in expected.items():
+        if value.dtype.kind == "f":
+            errors[name] = float(np.abs(result[name] - value).max())
+        else:
+            assert np.array_equal(result[name], value), name
+    worst = max(errors, key=lambda name: errors[name])
+    return f"{worst} differs by {errors[worst]:.2g} at most"
+
+
 def main() -> None:
-    """Make all cases, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="CASE", help=", ".join(CASES))
-    names = parser.parse_args().names or list(CASES)
-    for name in names:
-        kind, configure = CASES[name]
-        with tempfile.TemporaryDirectory() as folder:
-            model = kind(cfg=OmegaConf.create(configure(Path(folder)))).eval()
+    parser.add_argument("files", nargs="+", type=Path, metavar="NAME.nemo")
+    parser.add_argument("--draw", action="store_true", help="draw the weights anew, and save them")
+    parser.add_argument("--compare", type=Path, metavar="NAME.npz", help="compare, write nothing")
+    options = parser.parse_args()
+    for path in options.files:
+        model = ASRModel.restore_from(str(path), map_location="cpu").eval()
+        if options.draw:
             randomize(model)
-            model.save_to(str(HERE / f"{name}.nemo"))
-            if name != "ctc":
-                # As older versions of NeMo did, and smaller.
-                plain = (HERE / f"{name}.nemo").read_bytes()
-                (HERE / f"{name}.nemo").write_bytes(gzip.compress(plain, 9, mtime=0))
-            np.savez_compressed(HERE / f"{name}.npz", **compute(model))
-        sizes = [
-            math.ceil((HERE / f"{name}.{end}").stat().st_size / 1000) for end in ("nemo", "npz")
-        ]
-        sys.stdout.write(f"{name}: {sizes[0]} kB, {sizes[1]} kB\n")
+            save(model, path)
+        result = compute(model)
+        if options.compare:
+            line = compare(result, dict(np.load(options.compare)))
+            sys.stdout.write(f"{path}: {type(model).__name__}, {line}\n")
+        else:
+            np.savez_compressed(path.with_suffix(".npz"), **result)
 
 
 if __name__ == "__main__":
