@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import safetensors.torch
 import torch
@@ -41,6 +42,8 @@ from effasr.untrusted.files import open_regular, plain_name, read_text
 
 DESCRIPTION, WEIGHTS, MANIFEST = "model.yaml", "model.safetensors", "manifest.json"
 _TOKENIZER = "tokenizer"
+
+T = TypeVar("T")
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """From Linux's <fcntl.h> and <linux/fs.h>."""
@@ -94,6 +97,26 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
         weights = without_adapters(safetensors.torch.load_file(path, device=str(device)))
         model = ASRModel.from_state_dict(description.model, description.vocab_size, weights)
     return LoadedModel(model.to(device).eval(), read_tokenizer(directory), description.prompt)
+
+
+def load_best(path: str | Path, device: torch.device | str = "cpu") -> LoadedModel:
+    """Load a model directory, or the best, else the latest checkpoint of a run."""
+    return load_while_pruned(lambda: [resolve(path)], lambda paths: load_model(paths[0], device))
+
+
+def load_while_pruned(
+    list_checkpoints: Callable[[], list[Path]], load: Callable[[list[Path]], T]
+) -> T:
+    """Load checkpoints that a training may remove meanwhile; it then has others."""
+    before: list[Path] = []
+    while True:
+        checkpoints = list_checkpoints()
+        try:
+            return load(checkpoints)
+        except (OSError, ValueError):
+            if checkpoints == before or all(path.is_dir() for path in checkpoints):
+                raise
+            before = checkpoints
 
 
 def read_description(directory: Path) -> Description:

@@ -156,16 +156,10 @@ def add_export(command: AddCommand) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    from effasr.checkpoint import load_model, resolve
-    from effasr.training.checkpointing.averaging import average, newest_checkpoints
+    from effasr.training.checkpointing.averaging import load_run
 
     format_ = _format(options)
-    if options.averaged is None:
-        sources = [resolve(options.model)]
-    else:
-        sources = newest_checkpoints(options.model, options.averaged)
-    with reading(*sources):
-        loaded = load_model(sources[0]) if options.averaged is None else average(sources)
+    loaded, sources = load_run(options.model, options.averaged, progress=reading)
     if loaded.model.language_model is not None and format_ != "huggingface":
         raise ValueError(
             f"`--format` must be huggingface for a model with a language model, but is {format_}."

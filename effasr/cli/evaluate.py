@@ -17,12 +17,11 @@ from effasr.cli.options import (
     at_least,
     decoding_config,
     folder,
-    load_average,
+    load_checkpoints,
     log,
     print_folded,
     print_line,
     read_cuts,
-    run_checkpoints,
 )
 from effasr.cli.progress import decoding_progress
 from effasr.decoding.config import CORRECTOR, SECOND_PASS
@@ -65,13 +64,13 @@ def add(command: AddCommand) -> None:
 def run(options: argparse.Namespace) -> int:
     from effasr.checkpoint import WEIGHTS
     from effasr.data.checksums import sha256
-    from effasr.distributed.process_group import choose_device
     from effasr.evaluation.evaluate import evaluate
     from effasr.evaluation.result import save, set_name
     from effasr.evaluation.tables import report
 
-    checkpoints = run_checkpoints(options)
-    loaded = load_average(checkpoints, choose_device(options.device))
+    loaded, checkpoints = load_checkpoints(options)
+    # Averaged weights are in no file; and a training may remove the file while it is evaluated.
+    weights = sha256(checkpoints[0] / WEIGHTS) if options.averaged is None else None
     cuts, unreadable = read_cuts(options, loaded.prompt.source)
     with decoding_progress(len(cuts)) as decoded:
         evaluation = evaluate(
@@ -98,8 +97,6 @@ def run(options: argparse.Namespace) -> int:
             "results"
         )
     else:
-        # Averaged weights are in no file.
-        weights = sha256(checkpoints[0] / WEIGHTS) if len(checkpoints) == 1 else None
         names = [path.name for path in checkpoints] if options.averaged else []
         save(evaluation, folder, model=weights, of_set=set_name(options.manifest), averaged=names)
         print_line(f"written to {folder}")

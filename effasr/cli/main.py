@@ -56,8 +56,15 @@ BAD_INPUT = (
     NotADirectoryError,
     PermissionError,
 )
-_BAD_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
+_BAD_PATH = {errno.ELOOP, errno.ENAMETOOLONG}
 """Errors that a wrong path causes; others, such as a full disk, are failures."""
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or choose another folder",
+    errno.EDQUOT: "free some space, or choose another folder",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EMFILE: "raise the limit of open files, such as by `ulimit -n 65536`",
+}
 
 _MAX_MESSAGE = 4000
 """Characters of an error that are shown: a value in it may be as long as a file."""
@@ -92,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard_standard_output()
         return 0
     except BAD_INPUT as error:
-        return _fail(command, error, code=2)
+        return _fail(command, error, code=1 if _is_unwritable(error) else 2)
     except OSError as error:
         if error.filename == STANDARD_OUTPUT:
             discard_standard_output()
@@ -144,9 +151,20 @@ def _fail(command: str, error: Exception, code: int) -> int:
     return code
 
 
+def _is_unwritable(error: Exception) -> bool:
+    """Return whether a permission to write is lacking; without one to read, the input is bad."""
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return False
+    path = Path(os.fsdecode(error.filename))
+    readable = path if path.exists() else path.parent
+    return os.access(readable, os.R_OK | os.X_OK if readable.is_dir() else os.R_OK)
+
+
 def explain(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{escape_line(str(error.filename))}: {error.strerror}."
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        name = "" if error.filename is None else f"{escape_line(str(error.filename))}: "
+        remedy = _REMEDIES.get(error.errno)
+        return f"{name}{error.strerror}{f': {remedy}' if remedy else ''}."
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 

@@ -22,7 +22,6 @@ from effasr.decoding.config import SEARCH, DecodingConfig
 from effasr.untrusted.display import display_width, escape_controls, fold
 
 if TYPE_CHECKING:
-    import torch
     from lhotse.cut import Cut
 
     from effasr.checkpoint import LoadedModel
@@ -137,31 +136,13 @@ def add_averaged(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_checkpoints(options: argparse.Namespace) -> list[Path]:
-    """Return the model directories to average: the best of the run, or the last ``--averaged``.
-
-    Raises:
-        ValueError: There is no model, or the run has fewer checkpoints.
-    """
-    from effasr.checkpoint import resolve
-    from effasr.training.checkpointing.averaging import newest_checkpoints
-
-    if options.averaged is None:
-        return [resolve(options.run)]
-    return newest_checkpoints(options.run, options.averaged)
-
-
-def load_average(checkpoints: list[Path], device: torch.device) -> LoadedModel:
-    """Return the average of model directories, on a device; one is read as it is."""
-    from effasr.checkpoint import load_model
-    from effasr.training.checkpointing.averaging import average
+def load_checkpoints(options: argparse.Namespace) -> tuple[LoadedModel, list[Path]]:
+    """Load the best checkpoint of ``--run``, or the average of the last ``--averaged``."""
+    from effasr.distributed.process_group import choose_device
+    from effasr.training.checkpointing.averaging import load_run
 
     with working("loading the model"):
-        if len(checkpoints) == 1:
-            return load_model(checkpoints[0], device)
-        loaded = average(checkpoints)
-        loaded.model.to(device)
-        return loaded
+        return load_run(options.run, options.averaged, choose_device(options.device))
 
 
 def read_cuts(options: argparse.Namespace, language: str) -> tuple[list[Cut], list[Failure]]:

@@ -23,9 +23,8 @@ from effasr.cli.options import (
     at_least,
     decoding_config,
     folder,
-    load_average,
+    load_checkpoints,
     log,
-    run_checkpoints,
     seconds,
 )
 from effasr.cli.progress import TranscriptionProgress
@@ -135,14 +134,13 @@ def add(command: AddCommand) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from effasr.data.prompt import Prompt
-    from effasr.distributed.process_group import choose_device
     from effasr.transcription.outputs.writers import ResultWriter
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
 
     decoding = decoding_config(options)
     _check(options, decoding)
-    loaded = load_average(run_checkpoints(options), choose_device(options.device))
+    loaded, _ = load_checkpoints(options)
     source = options.language or loaded.prompt.source
     target = source if options.language else loaded.prompt.target
     task = "transcribe" if target == source else "translate"

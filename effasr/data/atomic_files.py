@@ -33,16 +33,23 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """
     partial = path.with_name(f"{path.name}.{_HOST}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with naming_errors(path), partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:
-        if error.filename is None and error.errno in _OF_WRITING:
-            error.filename = str(path)
-        raise
     finally:
         # A file system that has failed must not hide the first error by a second one.
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_errors(path: Path) -> Iterator[None]:
+    """Name a file or a folder in the errors of writing to it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _OF_WRITING:
+            error.filename = str(path)
+        raise

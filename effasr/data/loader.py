@@ -162,7 +162,7 @@ class Loader:
         with warnings.catch_warnings():
             # More workers than processors are what the configuration asks for: they wait for files.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loaded = iter(self._data_loader(parts))
+            loaded = worker_processes.start(self._data_loader(parts))
         try:
             while True:
                 yield self._joined(

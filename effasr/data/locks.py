@@ -63,6 +63,30 @@ def _write(descriptor: int, record: str) -> None:
     os.ftruncate(descriptor, len(content))
 
 
+@contextmanager
+def writing_alone(folder: Path) -> Iterator[None]:
+    """Refuse to write into a folder that another process writes into, until the block ends."""
+    # The folder itself is locked, so that no file of the lock stays in it.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    _held.add(descriptor)
+    try:
+        with suppress(OSError):
+            try:
+                _lock(descriptor)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{folder}: another process writes into this folder: wait for its end, or "
+                    "choose another folder."
+                ) from None
+            # Of processes that were killed.
+            for partial in folder.glob("*.????????.*.partial"):
+                partial.unlink()
+        yield
+    finally:
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
 class BuilderSilent(RuntimeError):
     """The process that builds a file has reported no progress for too long."""
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +27,9 @@ _DEATH = "DataLoader worker (pid"
 """How torch reports a dead worker; it reports an error of a living one otherwise."""
 
 
+_REMEDY = "enlarge /dev/shm (docker's --shm-size), or lower `workers` or `prefetch`."
+
+
 class SharedMemoryError(RuntimeError):
     """A worker cannot put a batch into shared memory."""
 
@@ -41,9 +45,23 @@ def share(tensors: Iterable[Tensor]) -> None:
             tensor.share_memory_()
     except (RuntimeError, OSError) as error:
         raise SharedMemoryError(
-            f"a loading process cannot put a batch into shared memory ({_line(error)}): enlarge "
-            "/dev/shm (docker's --shm-size), or lower `workers` or `prefetch`."
+            f"a loading process cannot put a batch into shared memory ({_line(error)}): {_REMEDY}"
         ) from error
+
+
+def start(loader: Iterable[T]) -> Iterator[T]:
+    """Start the workers of a torch DataLoader."""
+    try:
+        return iter(loader)
+    except OSError as error:
+        reason, hook = _line(error), sys.unraisablehook
+        # torch's iterator cannot be deleted before it is complete, and would print that.
+        sys.unraisablehook = lambda _: None
+        traceback.clear_frames(error.__traceback__)
+        sys.unraisablehook = hook
+        raise SharedMemoryError(
+            f"no loading process can be started ({reason}): {_REMEDY}"
+        ) from None
 
 
 def next_item(loaded: Iterator[T]) -> T:

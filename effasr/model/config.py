@@ -13,11 +13,8 @@ from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
-from effasr.nn.checks import check
+from effasr.nn.checks import check, check_limits
 from effasr.nn.experts import ExpertsConfig, named_experts_of
-
-_MOST_LAYERS = 1000
-"""Most layers of a part: a model is built, without weights, before it is compared with a file's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +49,7 @@ class ModelConfig:
     best_rq: BestRQConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("encoder", "decoder", "transducer", "text_encoder"):
-            layers = getattr(getattr(self, name), "layers", 0)
-            check(layers <= _MOST_LAYERS, f"{name}.layers", f"be at most {_MOST_LAYERS}", layers)
+        check_limits(self)
         needed, configured = self.encoder.subsampling, self.features.subsampling
         if configured is None:
             object.__setattr__(self, "features", replace(self.features, subsampling=needed))

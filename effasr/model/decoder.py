@@ -36,6 +36,9 @@ from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 _MOST_BARRED = 15
 """Greedy search looks at one token more than may be suppressed, of 16 at most."""
 
+_MOST_ROWS = 4096
+"""Largest table of sinusoids: of more positions few are used, and are computed at each use."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
@@ -447,7 +450,8 @@ class Decoder(nn.Module):
 
     def _places(self, positions: Tensor) -> Tensor:
         config = self.config
-        if self.embed_positions is None and torch.compiler.is_compiling():
+        is_large = config.max_positions > _MOST_ROWS
+        if self.embed_positions is None and (is_large or torch.compiler.is_compiling()):
             # The compiler fuses it with what follows.
             return decoder_sinusoids(positions, config.width)
         # Positions past the last one belong to rows without a sequence.

@@ -5,10 +5,41 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+LIMITS = {
+    "layers": 1000,
+    "mel_bins": 1024,
+    "n_fft": 1 << 14,
+    "sample_rate": 1_000_000,
+    "minimum_s": 120,
+    "max_positions": 1 << 15,
+    "max_frames": 1 << 15,
+    "count": 1 << 12,
+    "codebooks": 32,
+    "codes": 1 << 14,
+    "code_width": 128,
+}
+"""Largest sizes by field: a model is built, without weights, before it is compared with a file's,
+and these decide how many modules there are, or the size of tables that no file holds."""
+
+_MOST_OF_OTHERS = 1 << 20
+"""Largest value of a field without a limit in `LIMITS`."""
+
 
 def check(condition: bool, name: str, rule: str, value: Any, remedy: str = "") -> None:
     if not condition:
         raise ValueError(f"`{name}` must {rule}, but is {value}{f': {remedy}' if remedy else ''}.")
+
+
+def check_limits(config: Any, *path: str) -> None:
+    """Check that the sizes of a configuration and of those in it are within `LIMITS`."""
+    for field in dataclasses.fields(config):
+        value, names = getattr(config, field.name), (*path, field.name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(part):
+                check_limits(part, *names)
+            elif isinstance(part, int | float) and field.name != "seed":
+                most = LIMITS.get(field.name, _MOST_OF_OTHERS)
+                check(part <= most, ".".join(names), f"be at most {most}", part)
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from effasr.data.atomic_files import write_atomically
-from effasr.untrusted.display import escape_json, escape_line, utf8
+from effasr.untrusted.display import escape_controls, escape_json, escape_line, utf8
 
 
 def write_json(path: str | Path, mapping: Mapping[str, Any]) -> None:
@@ -41,7 +41,8 @@ def _escaped(text: str) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    _write(Path(path), _escaped(text))
+    """Write lines of text; control characters other than tabs are escaped."""
+    _write(Path(path), _escaped(escape_controls(text)))
 
 
 def _write(path: Path, text: str) -> None:

@@ -27,6 +27,9 @@ MOST_DEPTH = 64
 _MOST_NODES = 500_000
 """Largest number of values of a YAML document; values behind an alias count at each use."""
 
+_MOST_JSON_NODES = 4_000_000
+"""Largest number of values of a JSON document; a value of two bytes takes a hundred in memory."""
+
 _MOST_NUMBER = 400
 """Largest number of characters of a number: parsing time grows with the square."""
 
@@ -50,13 +53,21 @@ def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict
 
 def parse_json(text: str, name: str) -> Any:
     """Parse a JSON document; a ValueError with its name for whatever is wrong with it."""
+    check_json_nodes(text, name)
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not valid JSON: {error}.") from error
     if is_deep(value):
         raise ValueError(f"{name} must be nested at most {MOST_DEPTH} deep, but is deeper.")
     return value
+
+
+def check_json_nodes(text: str, name: str) -> None:
+    """Check the number of values of a JSON text, before memory is taken for them."""
+    # Each value but the first follows one of these, which texts may contain, too.
+    if len(text) > _MOST_JSON_NODES and sum(map(text.count, "[{:,")) >= _MOST_JSON_NODES:
+        raise ValueError(f"{name} must have at most {_MOST_JSON_NODES} values, but has more.")
 
 
 def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
@@ -73,7 +84,7 @@ def _children(value: Any) -> Iterator[Any]:
         yield from value.values() if isinstance(value, dict) else value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         seen: set[str] = set()

@@ -45,13 +45,20 @@ def test_an_output_that_cannot_be_written(effasr, workplace, tmp_path, command, 
     assert (tmp_path / "file").read_text() == "precious"
 
 
+FREE = "free some space, or choose another folder"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (PermissionError(13, "Permission denied", "/x"), 2, "/x: Permission denied."),
-        (OSError(28, "No space left on device", "/x"), 1, "/x: No space left on device."),
-        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
-        (OSError(30, "Read-only file system", "/x"), 2, "/x: Read-only file system."),
+        (PermissionError(13, "Permission denied", "/x"), 1, "/x: Permission denied."),
+        (OSError(28, "No space left", "/x"), 1, f"/x: No space left: {FREE}."),
+        (OSError(28, "No space left"), 1, f"No space left: {FREE}."),
+        (
+            OSError(30, "Read-only", "/x"),
+            1,
+            "/x: Read-only: choose a folder that can be written to.",
+        ),
         (RuntimeError("several\n  lines"), 1, "several lines"),
         (RuntimeError(), 1, "RuntimeError"),
         (ImportError("pip install it"), 1, "pip install it"),

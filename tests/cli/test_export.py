@@ -10,9 +10,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from effasr.checkpoint import WEIGHTS, resolve
+from effasr.checkpoint import WEIGHTS, load_model, resolve
 from effasr.data.checksums import sha256
 from effasr.evaluation.model_card import ModelCard
+from effasr.training.checkpointing.averaging import load_run
 
 
 @pytest.fixture
@@ -184,6 +185,28 @@ def test_the_mean_of_checkpoints(effasr, run, tmp_path):
     newest = load_file(tmp_path / "newest" / "model.safetensors")
     (key,) = (key for key in newest if key.endswith(name))
     assert torch.equal(newest[key], states[1][name])
+
+
+def test_a_training_may_prune_while_checkpoints_are_read(workplace, run, monkeypatch):
+    """As one that goes on: the oldest goes when another comes."""
+    folder, read = run / "checkpoints", load_model
+    oldest, newest = sorted(folder.glob("step_*"))[-2:]
+    later = folder / "step_00000900"
+
+    def load(path, device="cpu"):
+        if not later.exists():
+            shutil.copytree(newest, later)
+            shutil.rmtree(oldest)
+        return read(path, device)
+
+    monkeypatch.setattr("effasr.training.checkpointing.averaging.load_model", load)
+    loaded, checkpoints = load_run(run, 2)
+    assert checkpoints == [later, newest]
+    expected = load_file(newest / WEIGHTS)["decoder.embed_tokens.weight"]
+    assert torch.equal(loaded.model.decoder.embed_tokens.weight, expected)
+    shutil.rmtree(newest)
+    with pytest.raises(ValueError, match="must be from 1 to 1"):
+        load_run(run, 2)
 
 
 def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace, model, tmp_path):

@@ -105,7 +105,20 @@ def hostile_comparison(name):
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("shown", [hostile_log, hostile_display, hostile_line, hostile_comparison])
+def hostile_transcripts(text):
+    scored = ScoredUtterance("a", "en", text, text, 1.0, ErrorCounts(words=1, utterances=1))
+    with TemporaryDirectory() as folder:
+        save(Evaluation("none", (scored,), seconds=1.0), folder)
+        files = [Path(folder) / name for name in ("ref.trn", "hyp.trn", "alignments.txt")]
+        texts = [path.read_text() for path in files]
+    assert all("\\x1b" in text for text in texts)
+    return "".join(texts)
+
+
+SHOWN = [hostile_log, hostile_display, hostile_line, hostile_comparison, hostile_transcripts]
+
+
+@pytest.mark.parametrize("shown", SHOWN)
 def test_what_is_shown_of_a_hostile_name_is_escaped(shown):
     text = shown("run\x1b[2J\x9b\u202e\u2066x")
     assert "run\\x1b[2J\\x9b\\u202e\\u2066x" in text

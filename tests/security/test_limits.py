@@ -25,16 +25,12 @@ from effasr.checkpoint import CheckpointError, load_weights
 from effasr.config import _Loader
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.audio.waveform import AudioError, load_audio
-from effasr.data.features.config import FeatureConfig
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import load_tokenizer
 from effasr.distributed import tensor_files
 from effasr.interop.huggingface.files import read_weights
 from effasr.interop.nemo.archive import CONFIG, WEIGHTS, read_archive
-from effasr.model.config import ModelConfig
-from effasr.model.encoder import FastConformerConfig
-from effasr.model.transducer import TransducerConfig
 from effasr.untrusted import files
 from effasr.untrusted.documents import dump_scalar, dump_yaml, parse_json, parse_yaml
 from effasr.untrusted.tensors import is_honest, load_tensors
@@ -170,18 +166,6 @@ def test_weights_that_are_a_pipe_are_not_waited_for(tmp_path):
 def test_names_stay_in_their_folder(name):
     with pytest.raises(ValueError, match="in the same folder"):
         files.plain_name(name, "it")
-
-
-@pytest.mark.timeout(30)
-def test_sizes_are_bounded_before_a_model_is_built():
-    for kind, name in ((FeatureConfig, "n_fft"), (FeatureConfig, "mel_bins")):
-        with pytest.raises(ValueError, match=f"`{name}` must be at most"):
-            kind(**{name: 1 << 31})
-    layers = 1 << 31
-    with pytest.raises(ValueError, match=r"`encoder\.layers` must be at most 1000"):
-        ModelConfig(encoder=FastConformerConfig(layers=layers))
-    with pytest.raises(ValueError, match=r"`transducer\.layers` must be at most 1000"):
-        ModelConfig(transducer=TransducerConfig(layers=layers))
 
 
 def test_a_shard_lies_beside_its_index(tmp_path):

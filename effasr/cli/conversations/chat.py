@@ -72,7 +72,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from effasr.checkpoint import load_model, resolve
+    from effasr.checkpoint import load_best
     from effasr.distributed.process_group import choose_device
 
     if options.manifest is not None and (options.question or options.audio or options.system):
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             "`--manifest` must be given alone, because its conversations have instructions, "
             "questions and recordings of their own: leave out QUESTION, --audio and --system."
         )
-    loaded = load_model(resolve(options.run), choose_device(options.device))
+    loaded = load_best(options.run, choose_device(options.device))
     if loaded.model.language_model is None:
         raise ValueError(
             f"{options.run} must have a language model to chat with, but has none: use `effasr "

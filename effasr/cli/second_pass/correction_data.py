@@ -49,7 +49,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from effasr.checkpoint import load_model, resolve
+    from effasr.checkpoint import load_best
     from effasr.data.atomic_files import atomic_file
     from effasr.distributed.process_group import choose_device
     from effasr.evaluation.correction_data import correction_pairs
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
     config = decoding_config(options)
     config = replace(config, nbest=config.nbest or config.beam)
-    loaded = load_model(resolve(options.run), choose_device(options.device))
+    loaded = load_best(options.run, choose_device(options.device))
     cuts, failures = read_cuts(options, loaded.prompt.source)
     count = 0
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -15,12 +15,11 @@ from effasr.cli.options import (
     add_decoding,
     add_language,
     decoding_config,
-    load_average,
+    load_checkpoints,
     log,
     print_folded,
     print_line,
     read_cuts,
-    run_checkpoints,
 )
 from effasr.cli.progress import decoding_progress, progress_counter
 from effasr.decoding.config import CORRECTOR, SECOND_PASS
@@ -64,7 +63,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from effasr.distributed.process_group import choose_device
     from effasr.evaluation.result import set_name
     from effasr.evaluation.tuning.decoding_file import DECODING_FILE, write_decoding
     from effasr.evaluation.tuning.tune import tune
@@ -83,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
                 "run: name a file for the options."
             )
         path = options.run / DECODING_FILE
-    loaded = load_average(run_checkpoints(options), choose_device(options.device))
+    loaded, _ = load_checkpoints(options)
     cuts, unreadable = read_cuts(options, loaded.prompt.source)
     tried = itertools.count(1)
     with decoding_progress(len(cuts)) as decoded, progress_counter("trials of weights") as trials:

@@ -59,10 +59,11 @@ def add(command: AddCommand) -> None:
 def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from effasr.checkpoint import WEIGHTS, load_model, resolve
+    from effasr.checkpoint import WEIGHTS
     from effasr.data.checksums import sha256
     from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
+    from effasr.training.checkpointing.averaging import load_run
     from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder, checked
     from effasr.transcription.transcribe import transcribe
 
@@ -76,7 +77,6 @@ def run(options: argparse.Namespace) -> int:
             f"`OUT` must be a folder, which gets manifest.jsonl, but is {options.out}: choose a "
             "name without .jsonl."
         )
-    directory = resolve(options.run)
     config = decoding_config(options)
     for name in ("second_lm", "corrector"):
         if (value := getattr(config, name)) is not None:
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
                 f"{options.decoding}, with its weights."
             )
     config = replace(config, confidence=True)
-    loaded = load_model(directory, choose_device(options.device))
+    loaded, (directory,) = load_run(options.run, None, choose_device(options.device))
     default = loaded.prompt
     if options.language:
         default = Prompt(options.language, options.language, punctuation=default.punctuation)

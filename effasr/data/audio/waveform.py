@@ -205,7 +205,7 @@ def mono_blocks(
     The chosen channels are averaged; all by default.
     """
     rate, remaining = file.samplerate, wanted
-    longest = max(1, values // file.channels)
+    longest = max(1, min(values, _BLOCK) // file.channels)
     while remaining:
         first = remaining == wanted
         samples = _read_samples(file, path, begin if first else None, min(remaining, longest))

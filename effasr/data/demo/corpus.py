@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from effasr.data.atomic_files import write_atomically
+from effasr.data.atomic_files import naming_errors, write_atomically
 from effasr.data.demo.acoustics import SAMPLE_RATE
 from effasr.data.demo.plan import SPLITS, Recording, plan
 from effasr.data.demo.render import Progress, render_all
+from effasr.data.locks import writing_alone
 
 _STATE = "demo-corpus.json"
 # Part of the fingerprint: raise it when equal plans give other audio or manifests.
@@ -77,12 +78,14 @@ def build(
             "demo corpus: the package espeakng-loader must be installed to synthesise speech, "
             "but is not; run `pip install effasr[demo]`"
         )
-    _clear(root)
-    _write_json(root / _STATE, {"fingerprint": fingerprint, "complete": False})
-    lengths = render_all(root, recordings, jobs, progress)
-    state = {"fingerprint": fingerprint, "complete": True}
-    state |= _write_manifests(root, recordings, lengths)
-    _write_json(root / _STATE, state)
+    root.mkdir(parents=True, exist_ok=True)
+    with writing_alone(root), naming_errors(root):
+        _clear(root)
+        _write_json(root / _STATE, {"fingerprint": fingerprint, "complete": False})
+        lengths = render_all(root, recordings, jobs, progress)
+        state = {"fingerprint": fingerprint, "complete": True}
+        state |= _write_manifests(root, recordings, lengths)
+        _write_json(root / _STATE, state)
     return _corpus(root, state)
 
 

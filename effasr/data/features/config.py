@@ -11,9 +11,6 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 _MOST_HOPS = {8: 14, 4: 6, 2: 3}
 """Largest window length in hops, by the mel rows of the slot that separates utterances."""
 
-_MOST_POINTS, _MOST_BINS = 1 << 14, 1024
-"""Largest transform, a second, and most mel bands: the filters between them are 64 MiB."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureConfig:
@@ -56,9 +53,6 @@ class FeatureConfig:
         for name in ("sample_rate", "mel_bins", "n_fft", "window", "hop"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
-        for name, most in (("n_fft", _MOST_POINTS), ("mel_bins", _MOST_BINS)):
-            if getattr(self, name) > most:
-                raise ValueError(f"`{name}` must be at most {most}, but is {getattr(self, name)}.")
         if self.kind not in ("parakeet", "whisper"):
             raise ValueError(f"`kind` must be parakeet or whisper, but is {self.kind!r}.")
         rows = self.rows_per_frame

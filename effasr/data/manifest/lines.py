@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from effasr.untrusted.documents import MOST_DEPTH, is_deep
+from effasr.untrusted.documents import MOST_DEPTH, check_json_nodes, is_deep, unique_keys
 from effasr.untrusted.files import open_regular
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def check_file(path: Path) -> None:
 def parse_object(line: str, origin: str) -> dict[str, Any]:
     """Parse one line of a JSON-lines file; ``origin`` is file and line, for messages."""
     check_text(line, origin)
+    check_json_nodes(line, origin)
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -86,6 +87,12 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
             f"{origin}: must be a JSON object, but is a {type(value).__name__}: "
             "write one object per line, as `jq -c '.[]'` does."
         )
+    # A key has a colon, as have objects in it; most lines have no others.
+    if line.count(":") > len(value):
+        try:
+            json.loads(line, object_pairs_hook=unique_keys)
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}: keep the right value.") from error
     # An escape can spell half of a character, which is no text for a tokenizer or a file.
     if "\\u" in line and (half := _HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False))):
         raise ValueError(

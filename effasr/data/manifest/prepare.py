@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 import numpy as np
 from lhotse.cut import Cut
 
-from effasr.data.atomic_files import atomic_file, write_atomically
+from effasr.data.atomic_files import atomic_file, naming_errors, write_atomically
 from effasr.data.audio.content import check_content
 from effasr.data.audio.waveform import AudioError, AudioProblem, AudioSegment
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
@@ -34,6 +34,7 @@ from effasr.data.filters.rules import (
     rate_outliers,
     text_of,
 )
+from effasr.data.locks import writing_alone
 from effasr.data.manifest.clean import Clean
 from effasr.data.manifest.cuts import CUTS_FILE, prompt_of
 from effasr.data.manifest.reader import named
@@ -160,7 +161,8 @@ def _made(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield
+        with naming_errors(folder), writing_alone(folder):
+            yield
     except BaseException:
         if is_new:
             with suppress(OSError):  # Something has been written.

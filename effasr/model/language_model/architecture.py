@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from effasr.model.language_model.packed_attention import CONTEXT, PackedContext, register
+from effasr.nn.checks import LIMITS
 from effasr.untrusted.documents import parse_json, read_json_object
 from effasr_kernels import PackedLayout
 
@@ -59,6 +60,10 @@ def read_architecture(directory: str | Path) -> str:
 
 def check_sizes(config: Any, path: Path) -> None:
     """Check that matrices of the model fit the weights in the folder, before memory is taken."""
+    for name in ("num_hidden_layers", "num_layers", "n_layer"):
+        layers, most = getattr(config, name, 0), LIMITS["layers"]
+        if isinstance(layers, int) and layers > most:
+            raise ValueError(f"{path}: `{name}` must be at most {most}, but is {layers}.")
     files = list(path.parent.glob("*.safetensors"))
     if not files:
         # Its weights are to be random.

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from effasr.checkpoint import CheckpointError, LoadedModel, load_model, read_description
+from effasr.checkpoint import (
+    CheckpointError,
+    LoadedModel,
+    load_model,
+    load_while_pruned,
+    read_description,
+    resolve,
+)
+
+
+def load_run(
+    run: Path,
+    averaged: int | None,
+    device: torch.device | str = "cpu",
+    progress: Callable[..., AbstractContextManager[object]] = lambda *_: nullcontext(),
+) -> tuple[LoadedModel, list[Path]]:
+    """Load the best checkpoint of a run, or the average of its last ones; and return which.
+
+    Reading happens within ``progress(*checkpoints)``.
+    """
+
+    def list_checkpoints() -> list[Path]:
+        return [resolve(run)] if averaged is None else newest_checkpoints(run, averaged)
+
+    def load(checkpoints: list[Path]) -> tuple[LoadedModel, list[Path]]:
+        with progress(*checkpoints):
+            return average(checkpoints, device), checkpoints
+
+    return load_while_pruned(list_checkpoints, load)
 
 
 def newest_checkpoints(run: Path, count: int) -> list[Path]:
@@ -27,11 +56,14 @@ def newest_checkpoints(run: Path, count: int) -> list[Path]:
     return found[:count]
 
 
-def average(checkpoints: list[Path]) -> LoadedModel:
+def average(checkpoints: list[Path], device: torch.device | str = "cpu") -> LoadedModel:
     """Return a model with the mean of weights and batch-norm statistics of model directories.
 
-    Sums are float64. Integers, tokenizer and prompt are those of the first checkpoint.
+    Sums are float64. Integers, tokenizer and prompt are those of the first checkpoint, which is
+    returned as it is if it is the only one.
     """
+    if len(checkpoints) == 1:
+        return load_model(checkpoints[0], device)
     first = load_model(checkpoints[0])
     model, state = first.model, first.model.state_dict()
     sums = {
@@ -48,7 +80,7 @@ def average(checkpoints: list[Path]) -> LoadedModel:
         _add(sums, load_model(path).model.state_dict())
     for name, value in sums.items():
         state[name].copy_(value / len(checkpoints))
-    return LoadedModel(model, first.tokenizer, first.prompt)
+    return LoadedModel(model.to(device), first.tokenizer, first.prompt)
 
 
 def _add(sums: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

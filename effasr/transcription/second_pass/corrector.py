@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from effasr.checkpoint import load_model, resolve
+from effasr.checkpoint import load_best
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import CORRECTOR_MARGIN, DecodingConfig
 from effasr.nn.checks import check
@@ -145,7 +145,7 @@ def retimed(segment: Segment, text: str) -> tuple[Word, ...]:
 def load_corrector(config: DecodingConfig, device: torch.device) -> Corrector | None:
     if config.corrector is None:
         return None
-    loaded = load_model(resolve(config.corrector), device)
+    loaded = load_best(config.corrector, device)
     if loaded.model.config.text_encoder is None:
         raise ValueError(
             f"`corrector` must be a run of a model with a text encoder, but {config.corrector} "
