@@ -17,12 +17,16 @@ def example(samples, text, *, monotonic=True, name="u"):
     return Example(name, audio, [10, 11, 12], text, monotonic)
 
 
+def collated(examples, shape=None, **options):
+    return collate(examples, shape, eos_id=EOS, pad_id=PAD, **options)
+
+
+def two():
+    return [example(1600, [5, 6]), example(3000, [7], monotonic=False, name="v")]
+
+
 def test_exact_sizes():
-    batch = collate(
-        [example(1600, [5, 6]), example(3000, [7], monotonic=False, name="v")],
-        eos_id=EOS,
-        pad_id=PAD,
-    )
+    batch = collated(two())
     assert batch.ids == ("u", "v")
     assert batch.audio.layout.cu_seqlens_host == (0, 1600, 4600)
     assert batch.audio.values[1599:1602].tolist() == [1600.0, 1.0, 2.0]
@@ -35,11 +39,14 @@ def test_exact_sizes():
     assert batch.monotonic.tolist() == [True, False]
     assert (batch.num_targets, batch.num_monotonic_targets) == (5, 3)
     assert batch.audio_seconds == pytest.approx(4600 / 16_000)
+    assert batch.audio.values.dtype == torch.float32
+    for values in (batch.tokens.values, batch.targets, batch.text.values):
+        assert values.dtype == torch.int64
 
 
 def test_the_tail_of_a_static_shape_is_empty():
     shape = StaticShape(frame_budget=10, token_budget=8, max_sequences=4)
-    batch = collate([example(1600, [5])], shape, eos_id=EOS, pad_id=PAD)
+    batch = collated([example(1600, [5])], shape)
     assert batch.audio.values.shape == (14 * 1280,)
     assert not batch.audio.values[1600:].any()
     assert batch.frames.rows == 10
@@ -53,7 +60,7 @@ def test_the_tail_of_a_static_shape_is_empty():
 
 
 def test_no_utterance_at_all_is_a_batch_of_tails():
-    batch = collate([], StaticShape(10, 8, 4), eos_id=EOS, pad_id=PAD)
+    batch = collated([], StaticShape(10, 8, 4))
     assert batch.audio.values.shape == (14 * 1280,)
     assert batch.tokens.layout.total == 0
     assert (batch.targets == IGNORED).all()
@@ -64,7 +71,7 @@ def test_no_utterance_at_all_is_a_batch_of_tails():
 def test_audio_always_fits_where_its_frames_do(samples):
     frames = sum(map(Framing().frames, samples))
     shape = StaticShape(max(1, frames), 8 * len(samples), len(samples))
-    batch = collate([example(n, [5]) for n in samples], shape, eos_id=EOS, pad_id=PAD)
+    batch = collated([example(n, [5]) for n in samples], shape)
     assert batch.frames.total == frames
     assert batch.audio.layout.total == sum(samples)
 
@@ -80,57 +87,36 @@ def test_audio_always_fits_where_its_frames_do(samples):
 )
 def test_over_full_batches_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):
-        collate([example(1600, [5]), example(1600, [6])], shape, eos_id=EOS, pad_id=PAD)
+        collated([example(1600, [5]), example(1600, [6])], shape)
 
 
-def test_an_empty_prompt_is_refused():
+def test_what_no_batch_can_have_is_refused():
     bare = Example("u", np.zeros(1600, np.float32), [], [5])
     with pytest.raises(ValueError, match="u: `prompt` must have at least one token"):
-        collate([bare], eos_id=EOS, pad_id=PAD)
-
-
-@pytest.mark.parametrize("name", ["frame_budget", "token_budget", "max_sequences"])
-def test_a_shape_must_not_be_empty(name):
-    sizes = {"frame_budget": 1, "token_budget": 1, "max_sequences": 1} | {name: 0}
-    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
-        StaticShape(**sizes)
+        collated([bare])
+    with pytest.raises(ValueError, match="`shape` must be None for a padded batch"):
+        collated([], StaticShape(10, 8, 4), padded=True)
+    for name in ("frame_budget", "token_budget", "max_sequences"):
+        sizes = {"frame_budget": 1, "token_budget": 1, "max_sequences": 1} | {name: 0}
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
+            StaticShape(**sizes)
 
 
 def test_padding_makes_every_utterance_as_long_as_the_longest():
-    batch = collate(
-        [example(1600, [5, 6]), example(3000, [7], monotonic=False, name="v")],
-        eos_id=EOS,
-        pad_id=PAD,
-        padded=True,
-    )
+    batch, exact = collated(two(), padded=True), collated(two())
     assert batch.audio.layout.cu_seqlens_host == (0, 3000, 6000)
     assert batch.audio.values[1599:1602].tolist() == [1600.0, 0.0, 0.0]
     assert batch.audio.values[2999:3002].tolist() == [0.0, 1.0, 2.0]
     assert batch.frames.lengths == (3, 3)
     assert batch.tokens.values.tolist() == [10, 11, 12, 5, 6, 10, 11, 12, 7, PAD]
-    expected = [IGNORED, IGNORED, 5, 6, EOS, IGNORED, IGNORED, 7, EOS, IGNORED]
-    assert batch.targets.tolist() == expected
-    assert batch.text.values.tolist() == [5, 6]
-    assert batch.text.layout.lengths == (2, 0)
-    assert (batch.num_frames, batch.num_tokens) == (5, 9)
-    assert (batch.num_targets, batch.num_monotonic_targets) == (5, 3)
-    assert batch.audio_seconds == pytest.approx(4600 / 16_000)
-    moved = batch.to("cpu")
-    assert (moved.num_frames, moved.num_tokens) == (5, 9)
-
-
-def test_a_static_shape_is_not_padded():
-    with pytest.raises(ValueError, match="`shape` must be None for a padded batch"):
-        collate([], StaticShape(10, 8, 4), eos_id=EOS, pad_id=PAD, padded=True)
-    assert collate([], eos_id=EOS, pad_id=PAD, padded=True).frames.rows == 0
-
-
-def test_dtypes():
-    batch = collate([example(1600, [5])], eos_id=EOS, pad_id=PAD)
-    assert batch.audio.values.dtype == torch.float32
-    assert {batch.tokens.values.dtype, batch.targets.dtype, batch.text.values.dtype} == {
-        torch.int64
-    }
+    assert batch.targets.tolist() == [*exact.targets.tolist(), IGNORED]
+    assert torch.equal(batch.text.values, exact.text.values)
+    assert batch.text.layout.lengths == exact.text.layout.lengths
+    # What counts is as without padding.
+    counts = ("num_frames", "num_tokens", "num_targets", "num_monotonic_targets", "audio_seconds")
+    for name in counts:
+        assert getattr(batch, name) == getattr(batch.to("cpu"), name) == getattr(exact, name)
+    assert collated([], padded=True).frames.rows == 0
 
 
 class Transfers(TorchDispatchMode):
@@ -148,7 +134,7 @@ class Transfers(TorchDispatchMode):
 
 def test_small_tensors_are_one_transfer():
     provided = [example(1600, [5, 6]), example(400_000, [7], monotonic=False, name="v")]
-    batch = collate(provided, eos_id=EOS, pad_id=PAD)
+    batch = collated(provided)
     with Transfers() as transfers:
         moved = batch.to("meta")
     audio, *other_items = batch.tensors()
@@ -161,8 +147,9 @@ def test_small_tensors_are_one_transfer():
 
 def test_a_transfer_keeps_the_values():
     provided = [torch.arange(3), torch.tensor([True, False]), torch.zeros(0), torch.ones(2**18 + 1)]
-    result = _transferred([*provided, torch.arange(200).view(2, 100).T], torch.device("cpu"))
-    for x, y in zip([*provided, torch.arange(200).view(2, 100).T], result, strict=True):
+    provided.append(torch.arange(200).view(2, 100).T)
+    result = _transferred(provided, torch.device("cpu"))
+    for x, y in zip(provided, result, strict=True):
         assert torch.equal(x, y)
         assert x.dtype == y.dtype
     first, second = result[0].untyped_storage().data_ptr(), result[1].data_ptr()

@@ -25,10 +25,6 @@ def test_columns_come_back(tmp_path):
     with pytest.raises(ValueError, match="read-only"):
         mapped["numbers"][0] = 0
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_another_key_is_refused(tmp_path):
-    write_columns(tmp_path / "file", "key", COLUMNS)
     with pytest.raises(Damaged, match="its format or key is not the expected one"):
         map_columns(tmp_path / "file", "other")
 

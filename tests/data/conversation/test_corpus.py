@@ -116,10 +116,7 @@ def test_a_conversation_has_an_example_for_each_answer_where_the_template_needs_
     settings = {"frame_budget": 30, "filters": FilterConfig(max_dropped=1.0)}
     _, corpus = load([str(path)], thinking, **settings)
     assert corpus.divided == 1
-    assert [corpus.name(index) for index in range(len(corpus))] == [
-        "talk-answer-1",
-        "talk-answer-2",
-    ]
+    assert list(map(corpus.name, range(len(corpus)))) == ["talk-answer-1", "talk-answer-2"]
     (dropped,) = corpus.dropped
     assert (dropped.id, dropped.reason) == ("talk-answer-3", "over_frame_budget")
     assert dropped.duration == 5.5
@@ -177,14 +174,8 @@ def test_mixed_data_leaves_little_padding_at_8000_frames(mixed, tokenizer, tempe
     assert not corpus.dropped
     loader = Loader(corpus, config, seed=0)
     plans = [loader.plan(epoch) for epoch in range(3)]
-    report = measure(
-        plans,
-        corpus.lengths,
-        corpus.samples / 16_000,
-        cost=CANARY_180M_FLASH,
-        world_size=1,
-        shape=corpus.shape,
-    )
+    options = {"cost": CANARY_180M_FLASH, "world_size": 1, "shape": corpus.shape}
+    report = measure(plans, corpus.lengths, corpus.samples / 16_000, **options)
     assert report.steps >= 50
     for drawn in corpus.summaries(plans[0]):
         assert len(drawn.rows) == 2

@@ -1,32 +1,27 @@
-import json
-
 import pytest
 
 from effasr.data.conversation.messages import AudioPart, conversations, is_conversations
 from effasr.data.manifest.reader import named
+from tests.support.corpora import write_lines
 
 SPEECH = {"type": "audio", "audio": "a.wav", "offset": 1, "duration": 2.5}
 
 
 def write(tmp_path, *rows):
-    path = tmp_path / "talks.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(tmp_path / "talks.jsonl", list(rows))
 
 
 def ours(*turns, name="a"):
     return {"id": name, "messages": [{"role": role, "content": x} for role, x in turns]}
 
 
+def asked(part):
+    return ours(("user", [part]), ("assistant", "b"))
+
+
 def test_hugging_faces_layout(tmp_path):
-    path = write(
-        tmp_path,
-        ours(
-            ("system", "be brief"),
-            ("user", [SPEECH, {"type": "text", "text": "what is said?"}]),
-            ("assistant", [{"type": "text", "text": "hello"}]),
-        ),
-    )
+    turns = [("system", "be brief"), ("user", [SPEECH, {"type": "text", "text": "what is said?"}])]
+    path = write(tmp_path, ours(*turns, ("assistant", [{"type": "text", "text": "hello"}])))
     assert is_conversations(path)
     (result,) = conversations(path)
     assert result.problem is None
@@ -55,7 +50,7 @@ def test_nemos_layout_joins_neighbouring_turns(tmp_path):
 @pytest.mark.parametrize("key", ["path", "audio_url", "url"])
 def test_audio_is_named_as_other_models_do(tmp_path, key):
     part = {"type": "audio", key: "x.flac"}
-    (result,) = conversations(write(tmp_path, ours(("user", [part]), ("assistant", "b"))))
+    (result,) = conversations(write(tmp_path, asked(part)))
     assert result.clips[0].audio == str(tmp_path / "x.flac")
 
 
@@ -70,18 +65,10 @@ WRONG = [
     ("malformed_message", {"id": "a", "text": "b"}, "`messages` is missing"),
     ("malformed_message", {"messages": []}, "must be a list with entries"),
     ("malformed_message", {"messages": ["a"]}, "must be an object"),
-    ("malformed_message", ours(("user", [{"type": "image"}]), ("assistant", "b")), "image"),
-    ("malformed_message", ours(("user", [{"type": "audio"}]), ("assistant", "b")), "name its file"),
-    (
-        "malformed_message",
-        ours(("user", [{"type": "audio", "url": "https://x/a.wav"}]), ("assistant", "b")),
-        "download it",
-    ),
-    (
-        "malformed_message",
-        ours(("user", [SPEECH | {"duration": -1}]), ("assistant", "b")),
-        "greater than 0",
-    ),
+    ("malformed_message", asked({"type": "image"}), "image"),
+    ("malformed_message", asked({"type": "audio"}), "name its file"),
+    ("malformed_message", asked({"type": "audio", "url": "https://x/a.wav"}), "download it"),
+    ("malformed_message", asked(SPEECH | {"duration": -1}), "greater than 0"),
     ("malformed_message", {"conversations": [{"from": "user", "value": 3}]}, "`value`"),
 ]
 

@@ -76,12 +76,6 @@ def test_stop_tokens(tokenizer):
         tokenizer.prompt(None)
 
 
-def test_the_folder_is_saved_whole(tokenizer, tmp_path):
-    tokenizer.save(tmp_path / "copy")
-    again = load_tokenizer(tmp_path / "copy")
-    assert np.array_equal(conversation_rows(TALK, again), conversation_rows(TALK, tokenizer))
-
-
 def test_the_folder_is_saved_after_it_was_removed(tmp_path):
     """A run that was resumed reads it from a checkpoint, and removes that in time."""
     folder = write_tokenizer(tmp_path / "first", CHATML)

@@ -1,6 +1,5 @@
 """Counts, frames per token, and the vocabulary that is chosen from them."""
 
-import json
 import random
 
 import numpy as np
@@ -12,6 +11,7 @@ from effasr.data.statistics import guidance
 from effasr.data.statistics.survey import SAMPLE, FramesPerToken, Survey, survey
 from effasr.data.statistics.vocabulary import choose_vocabulary
 from effasr.data.tokenizer import NeMoTokenizer, train_tokenizer
+from tests.support.corpora import write_lines
 
 EIGHT, FOUR = Framing(), Framing(subsampling=4)
 
@@ -153,24 +153,21 @@ def test_a_warning_names_what_helps_and_fits_the_terminal():
     result = spoken(14.0)
     hard = FramesPerToken(1.25, 0.99, 0.03, 400)
     good = FramesPerToken(2.6, 0.0, 0.0, 400)
-    lines = guidance.warn_about_alignment(
-        hard,
-        EIGHT,
-        with_subsampling=lambda other: good if other == 4 else None,
-        survey=lambda: result,
-    )
-    text = " ".join(line.strip() for line in lines)
+
+    def warn(framing, with_subsampling, **options):
+        lines = guidance.warn_about_alignment(
+            hard, framing, with_subsampling=with_subsampling, **options
+        )
+        assert all(len(line) <= 100 for line in lines)
+        return " ".join(line.strip() for line in lines)
+
+    surveyed = {"survey": lambda: result}
+    text = warn(EIGHT, lambda other: good if other == 4 else None, **surveyed)
     assert text.startswith("warning: CTC learns late or not at all")
     assert "model.encoder.subsampling=4 (median 2.6)" in text
-    assert all(len(line) <= 100 for line in lines)
-    both = guidance.warn_about_alignment(
-        hard, EIGHT, with_subsampling=lambda other: hard, survey=lambda: result
-    )
-    assert "model.encoder.subsampling=4 with a tokenizer with --vocab-size" in " ".join(
-        line.strip() for line in both
-    )
-    nothing = guidance.warn_about_alignment(hard, FOUR, with_subsampling=lambda other: None)
-    assert "leave model.ctc false" in " ".join(nothing)
+    both = warn(EIGHT, lambda other: hard, **surveyed)
+    assert "model.encoder.subsampling=4 with a tokenizer with --vocab-size" in both
+    assert "leave model.ctc false" in warn(FOUR, lambda other: None)
 
 
 def test_enough_frames_need_no_warning_and_read_no_text():
@@ -196,11 +193,8 @@ def test_lines_of_people_are_short():
 
 def test_a_survey_of_manifests_opens_no_audio_that_it_need_not(tmp_path):
     path = tmp_path / "m.jsonl"
-    rows = [
-        {"audio_filepath": "gone.wav", "duration": 1.5, "text": f"text {n}", "speaker": "x"}
-        for n in range(5)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = {"audio_filepath": "gone.wav", "duration": 1.5, "speaker": "x"}
+    write_lines(path, [row | {"text": f"text {n}"} for n in range(5)])
     assert survey([path, path], most=3).utterances == 6
     assert survey([path]).hours == pytest.approx(7.5 / 3600)
     assert survey([path]).speakers == {"x"}
