@@ -302,26 +302,35 @@ class Call:
         self, name: str, seconds: float, command: str, variables: Mapping[str, str] | None = None
     ) -> Result:
         self.running = name
-        log = self.output / "logs" / f"{name.replace(' ', '_').replace('/', '_')}.log"
+        path = self.output / "logs" / f"{name.replace(' ', '_').replace('/', '_')}.log"
         try:
             words = expanded(command)
-            environment = {**self.environment, **(variables or {})}
-            code, spent = gpu_processes.run(words, seconds, log, environment, ROOT, self.save)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8", buffering=1) as log:
+                log.write(f"$ {' '.join(words)}\n")
+                ended = gpu_processes.run(
+                    words,
+                    seconds=seconds,
+                    environment={**self.environment, **(variables or {})},
+                    directory=ROOT,
+                    echo=log.write,
+                    tick=self.save,
+                )
         except LookupError as error:
             return Result(name, "left out", 0, str(error), is_done=False)
         except OSError as error:
             return Result(name, "failed", 0, str(error))
         self.running = ""
+        code, spent, lines = ended.code, round(ended.seconds, 1), ended.lines
         if code == 0:
-            return Result(name, "ok", round(spent, 1))
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            return Result(name, "ok", spent)
         if code == LEFT_OUT:
-            return Result(name, "left out", round(spent, 1), lines[-1], is_done=False)
+            return Result(name, "left out", spent, "".join(lines[-1:]), is_done=False)
         for line in lines[-12:]:
             say(f"    {line}")
         status = "out of time" if code is None else "failed"
         details = "rows until then are kept" if code is None else f"exit code {code}"
-        return Result(name, status, round(spent, 1), f"{details}; {log.relative_to(self.output)}")
+        return Result(name, status, spent, f"{details}; {path.relative_to(self.output)}")
 
     def _run_tests(self, seconds: float) -> Result:
         """Run the tests of what the parts use and no call has tested; green where none failed."""

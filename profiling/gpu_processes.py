@@ -7,21 +7,25 @@ that of the process that watches, and then kills whatever bears the token.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CALL, COMMAND = "EFFASR_GPU_CALL", "EFFASR_GPU_COMMAND"  # variables of the tokens
-GRACE_S = 8.0  # more than benchmarks give to what they start
+GRACE_S = 8.0
 TICK_S = 15.0
+_KEPT_LINES = 5_000
 
 
 def environment(*, dry: bool, **variables: str) -> dict[str, str]:
@@ -38,12 +42,13 @@ def new_token() -> str:
 
 
 def marked(variable: str, token: str) -> Iterator[int]:
-    """Yield the processes that bear a token, but this one and zombies."""
-    text = f"{variable}={token}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+    """Yield the processes that bear a token, perhaps among others, but this one and zombies."""
+    name, number = f"{variable}=".encode(), token.encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) != os.getpid():
             with suppress(OSError):  # gone meanwhile, or somebody else's
-                if text in (entry / "environ").read_bytes().split(b"\0"):
+                entries = (entry / "environ").read_bytes().split(b"\0")
+                if any(x.startswith(name) and number in x for x in entries):
                     yield int(entry.name)
 
 
@@ -67,32 +72,65 @@ class Watcher:
         self._process.communicate()
 
 
-class Ended(NamedTuple):
-    code: int | None  # None: it was ended at its time limit
+@dataclass(frozen=True)
+class Ended:
+    """Outcome of a command: its exit code is negative for a signal, None past its time limit."""
+
+    code: int | None
     seconds: float
+    lines: Sequence[str]  # the last ones of stdout and stderr together
+
+    @property
+    def reason(self) -> str:
+        """The last line that is not empty: of a Python program that failed, the exception."""
+        last = next((line for line in reversed(self.lines) if line.strip()), "no output")
+        if self.code is None:
+            return f"ended after {self.seconds:.0f} s; last line: {last.strip()}"
+        return f"exit code {self.code}: {last.strip()}"
 
 
 def run(
     command: Sequence[str],
-    seconds: float,
-    log: Path,
-    environment: Mapping[str, str],
-    directory: Path,
+    *,
+    seconds: float = math.inf,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    echo: Callable[[str], object] = lambda line: None,
+    watch: Callable[[subprocess.Popen[str]], object] = lambda process: None,
     tick: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Run a command to its end or its limit; ``tick`` is called now and then."""
+    """Run a command in its own process group to its end or its limit, and end all that it started.
+
+    `echo` is called with each line of the output, on another thread; `watch` with the process once
+    it has been started, to send it a signal, say; `tick` now and then.
+    """
+    lines: deque[str] = deque(maxlen=_KEPT_LINES)
     began, token, code = time.monotonic(), new_token(), None
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"$ {' '.join(command)}\n")
-        file.flush()
-        process = subprocess.Popen(
-            list(command),
-            **{"cwd": directory, "env": {**environment, COMMAND: token}},
-            **{"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True},
-        )
+    inherited = dict(os.environ if environment is None else environment)
+    tokens = " ".join(filter(None, [inherited.get(COMMAND), token]))
+    process = subprocess.Popen(
+        list(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**inherited, COMMAND: tokens},
+        cwd=directory,
+        start_new_session=True,
+    )
+
+    def pump() -> None:
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in output:
+                lines.append(line.rstrip("\n"))
+                echo(line)
+
+    reader = threading.Thread(target=pump, daemon=True)
+    reader.start()
     grace_s = GRACE_S / 4  # of a call that is being ended itself
     try:
+        watch(process)
         while code is None and (remaining := began + seconds - time.monotonic()) > 0:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(min(remaining, TICK_S))
@@ -102,10 +140,28 @@ def run(
     finally:
         _end_group(process, grace_s)
         kill(COMMAND, token)
-    return Ended(code, time.monotonic() - began)
+        reader.join(grace_s)
+    return Ended(code, time.monotonic() - began, list(lines))
 
 
-def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the block, so that `run` ends what it has started."""
+    if threading.current_thread() != threading.main_thread():
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_group(process: subprocess.Popen[str], grace_s: float) -> None:
     """Ask the group to end, and wait for it a little; also where its leader has ended."""
     until = time.monotonic() + grace_s
     with suppress(ProcessLookupError):

@@ -192,7 +192,6 @@ def groups_in(outcomes: Mapping[str, str]) -> dict[str, Group]:
 
 
 def groups_of(test: str) -> tuple[str, ...]:
-    """Return the groups of a test, tests/gpu/test_ctc_loss.py::test_x[float32], or of a file."""
     file, _, name = test.partition("::")
     path = Path(file)
     topic, folder = path.stem.removeprefix("test_"), path.parent.name

@@ -133,12 +133,14 @@ class Training:
         path.write_text(yaml.safe_dump(recipe | {"data": recipe["data"] | data}))
         return path
 
-    def call(self, command: Sequence[str], seconds: float, watch: Any = None) -> harness.Ended:
+    def call(
+        self, command: Sequence[str], seconds: float, watch: Any = lambda process: None
+    ) -> gpu_processes.Ended:
         path = self.output / "logs" / f"{self.name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8", buffering=1) as log:
             log.write(f"$ {' '.join(command)}\n")
-            return harness.run(
+            return gpu_processes.run(
                 command,
                 seconds=seconds,
                 environment=self.environment,
@@ -148,7 +150,6 @@ class Training:
             )
 
     def train(self, name: str, *overrides: str, wrapped: bool = False) -> Path:
-        """Train a run to its end; what it tells of itself is kept, its checkpoints are not."""
         program = [__file__, "--wrapped"] if wrapped else [str(ROOT / "effasr" / "train.py")]
         words = [sys.executable, *program, str(self.recipe()), f"name={name}", *overrides]
         ended = self.call(words, self.limit_s)
@@ -433,7 +434,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="real_training_") as work:
         corpus = None if options.corpus is None else options.corpus.resolve()
         training = Training(output.resolve(), Path(work), dry=options.dry_run, corpus=corpus)
-        with harness.sigterm_as_exit():
+        with gpu_processes.sigterm_as_exit():
             return run_steps(training, options.only, 60 * options.minutes)
 
 

@@ -15,9 +15,7 @@ layers; the JSON has `launches_eager`, `launches_graph`, `bytes_between_per_fram
 of frames between the matrix products and the kernels of an encoder layer) and their parts.
 
 ``--model speech_llm_lora`` is a speech language model: the encoder of Canary 1B flash before a
-Qwen3 of 1.7 billion weights, with adapters. With ``--layout random`` or ``sorted`` the same
-conversations have the rows of padded batches; the work on padded rows is that of this model, a
-lower bound for one that also stores logits and attends to padding.
+Qwen3 of 1.7 billion weights, with adapters.
 
 With more than 5 % more launches or bytes than the baseline, `--check` fails. If that is intended,
 update the baseline and commit it.
@@ -30,11 +28,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from census.report import growth, summarize, table
 from census.speech_llm import NAME as SPEECH_LLM
-from census.speech_llm import Layout
 from census.step import record
 
 BASELINE = Path(__file__).parent / "results" / "step_census.json"
@@ -42,8 +39,8 @@ _BUDGET, _MOST_GROWTH = 8_448, 0.05
 _MODELS = ("canary_180m_flash", "canary_1b_flash")
 
 
-def census(model: str, frame_budget: int, layout: Layout = "packed") -> dict[str, Any]:
-    return summarize(record(model, frame_budget, layout), model)
+def census(model: str, frame_budget: int) -> dict[str, Any]:
+    return summarize(record(model, frame_budget), model)
 
 
 def update_baseline(path: Path) -> None:
@@ -64,12 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", help=f"an architecture of effasr.model.presets, or {SPEECH_LLM}")
     parser.add_argument("--frame-budget", type=int, help="frames of the micro-batch")
-    parser.add_argument(
-        "--layout",
-        choices=get_args(Layout),
-        help=f"of {SPEECH_LLM}: packed, as by default, or the rows of the same conversations in "
-        "padded batches, drawn or of similar length",
-    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
     action = parser.add_mutually_exclusive_group()
@@ -80,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _gate(parser, options)
     try:
         budget = _BUDGET if options.frame_budget is None else options.frame_budget
-        summary = census(options.model or _MODELS[0], budget, options.layout or "packed")
+        summary = census(options.model or _MODELS[0], budget)
     except ValueError as error:
         sys.stderr.write(f"step_census: {error}\n")
         return 2
@@ -89,8 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _gate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    unread = {"--frame-budget": options.frame_budget, "--layout": options.layout}
-    unread |= {"--json": options.json or None}
+    unread = {"--frame-budget": options.frame_budget, "--json": options.json or None}
     unread |= {"--model": options.model} if options.update_baseline else {}
     if unusable := [name for name, value in unread.items() if value is not None]:
         parser.error(

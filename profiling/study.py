@@ -155,7 +155,6 @@ def check_out(revision: str, folder: Path) -> None:
 
 
 def run(plan: Plan, table: Path | None) -> None:
-    """Run the stages that are not complete, then the rows, and write what they measured."""
     sources = ROOT
     if "revision" in plan.grid:
         sources = checkout_folder(plan.grid, plan.work)
@@ -236,7 +235,6 @@ def _row(plan: Plan, values: Mapping[str, str], content: Mapping[str, Any]) -> d
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
-    """Return what the stages of a cell have cost, how its last training ended, and versions."""
     import torch
     from benchmarks.harness import provenance
 

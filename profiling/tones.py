@@ -37,7 +37,6 @@ def write_corpus(
 
 
 def _tone(word: int, random: np.random.Generator) -> np.ndarray:
-    """Return 0.2 to 0.4 s."""
     seconds = np.arange(int(random.integers(3_200, 6_400))) / RATE
     noise = 0.01 * random.standard_normal(len(seconds))
     return (0.3 * np.sin(2 * np.pi * 300.0 * 1.25**word * seconds) + noise).astype(np.float32)

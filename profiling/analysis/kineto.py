@@ -106,7 +106,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _parts(text: str, path: Path) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """Return the fields around the list of events, and the events."""
     if text.lstrip()[:1] == "[":
         # Chrome's array form, which may be cut off.
         return {}, _events(text, text.index("[") + 1, path, [])

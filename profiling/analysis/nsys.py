@@ -229,7 +229,6 @@ class _Reader:
         return ranges
 
     def _range_name(self, text: str) -> tuple[int, bool, bool, int]:
-        """Name, whether it is an operator, of the backward, and its sequence number."""
         # The name ends where the first of the additions begins.
         cut = min((text.find(mark) for mark in (", seq = ", ", op_id = ", ", sizes = ")
                    if mark in text), default=len(text))  # fmt: skip

@@ -85,7 +85,6 @@ def _of_log(subject: Subject, table: Table) -> dict[str, Any]:
 
 
 def _shown(lanes: list[Lane]) -> Lane:
-    """Return the lane with most time of its own: the slowest rank."""
     own_ns = [float((lane.wall - lane.parts["communication"]).mean()) for lane in lanes]
     return lanes[int(np.argmax(own_ns))]
 
@@ -212,7 +211,6 @@ def by_category(category: np.ndarray, part: np.ndarray, pieces: Pieces, steps: i
 def by_phase(
     pieces: Pieces, attribution: Attribution, category: np.ndarray, steps: int
 ) -> dict[str, Any]:
-    """Work of each phase by category, per step and rank, ms."""
     sums = np.zeros((len(attribution.paths), len(CATEGORIES)), np.int64)
     np.add.at(sums, (attribution.phase[pieces.row], category[pieces.row]), pieces.work)
     phases = np.flatnonzero(sums.sum(1)).tolist()
@@ -234,7 +232,6 @@ def by_range(pieces: Pieces, attribution: Attribution, steps: int) -> list[dict[
 
 
 def by_rule(pieces: Pieces, attribution: Attribution) -> dict[str, float]:
-    """Return the share of the work that each rule attributed."""
     sums = _sums(attribution.rule[pieces.row], pieces.work, len(RULES)).tolist()
     return {rule: work / max(sum(sums), 1) for rule, work in zip(RULES, sums, strict=True)}
 
@@ -341,7 +338,6 @@ _MOST_ROWS = 6
 def picture(
     table: Table, lane: Lane, attribution: Attribution, category: np.ndarray
 ) -> dict[str, Any]:
-    """Return the step of median length of a lane."""
     step = int(np.argsort(lane.wall, kind="stable")[(len(lane.wall) - 1) // 2])
     begin, end = (int(edge) for edge in lane.steps.windows[step])
     rows = [_row("budget", *_of_parts(lane, begin, end), list(PARTS), begin, end)]

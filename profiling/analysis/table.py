@@ -77,7 +77,6 @@ class Table:
         return bool((self.work["kind"] != Kind.OPERATOR).any())
 
     def matches(self, pattern: re.Pattern[str]) -> np.ndarray:
-        """Return whether each name begins with a pattern, bool (names,)."""
         return np.array([pattern.match(name) is not None for name in self.names], bool)
 
     def annotations(

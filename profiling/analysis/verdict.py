@@ -90,7 +90,6 @@ _CPU_HINTS = {
 
 
 def actions(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return possible remedies, the most promising first."""
     budget, ranks = summary.get("budget"), summary["ranks"]
     if not budget:
         share = summary["log"].get("data_wait_share", 0.0)

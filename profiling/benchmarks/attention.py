@@ -186,7 +186,6 @@ def _by_position(q: Tensor, table: Tensor) -> Tensor:
 
 
 def guided(workload: Workload) -> list[Case]:
-    """Cross-attention with the guided-attention penalty."""
     tokens, frames, sigma = workload.token_layout, workload.frame_layout, 0.2
     q, _, v, upstream = _qkv(workload, tokens, frames)
     k = workload.rows_of(frames, workload.widths.heads, workload.head_width)

@@ -34,7 +34,6 @@ class Contender:
         return (results,) if isinstance(results, Tensor) else results
 
     def gradients(self) -> Sequence[Tensor]:
-        """Compute forward and backward."""
         return torch.autograd.grad(self.results(), list(self.leaves.values()), self.upstream)
 
     def outcome(self) -> dict[str, Tensor]:
@@ -50,8 +49,6 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """An operation in one configuration."""
-
     op: str
     kind: str  # "causal", "relative", ...
     shape: str
@@ -117,7 +114,6 @@ def without_tail(layout: PackedLayout) -> Form:
 
 
 def leaf(x: Tensor) -> Tensor:
-    """Return the values as a contiguous leaf."""
     return x.detach().contiguous().clone().requires_grad_()
 
 

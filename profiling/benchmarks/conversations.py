@@ -26,16 +26,15 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.speech import agreement
+from benchmarks.speech import MODELS, agreement
 from benchmarks.workload import FRAMES_PER_SECOND, LISTED, TOKENS_PER_SECOND, read_durations
+from effasr.config import from_mapping
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.features.config import FeatureConfig
 from effasr.decoding.language_model.engine import ConversationEngine
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
-from effasr.model.encoder import FastConformerConfig
-from effasr.model.language_model.config import LanguageModelConfig
 
 STACK = 4
 INSTRUCTION = 24  # rows of a conversation that are not speech
@@ -46,21 +45,7 @@ COLUMNS = (
     *("tokens_per_s", "p20_s", "p50_s", "p80_s", "peak_mb", "agreement", "threads", "dtype"),
     *harness.VERSIONS,
 )
-_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
-)
-_SIZES = {
-    "tiny": (64, 32, 64, 1, 4, 2, 8, False),
-    "small": (4096, 256, 768, 4, 8, 4, 32, False),
-    # Qwen3 of 1.7 billion weights.
-    "full": (151_936, 2048, 6144, 28, 16, 8, 128, True),
-}
-SIZES: dict[str, dict[str, Any]] = {
-    name: {"model_type": "qwen3", "max_position_embeddings": 4096}
-    | dict(zip(_FIELDS, values, strict=True))
-    for name, values in _SIZES.items()
-}
+SIZES: dict[str, dict[str, Any]] = MODELS["qwen3"]
 
 
 @dataclass(frozen=True)
@@ -70,18 +55,10 @@ class Conversations:
 
 
 def build(size: str, device: torch.device, dtype: torch.dtype) -> ASRModel:
-    """Return a model of random weights in evaluation mode; its encoder is not used."""
     torch.manual_seed(0)
-    encoder = FastConformerConfig(
-        width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
-    )
-    language_model = LanguageModelConfig(
-        architecture=json.dumps(SIZES[size]), stack=STACK, weights="random"
-    )
-    features = FeatureConfig(mel_bins=16)
-    config = ModelConfig(
-        features=features, encoder=encoder, decoder=None, language_model=language_model
-    )
+    architecture = json.dumps(SIZES[size])
+    settings = {"architecture": architecture, "stack": STACK, "weights": "random"}
+    config = from_mapping(ModelConfig, MODELS["conversations"] | {"language_model": settings})
     with torch.device(device):
         model = ASRModel(config, SIZES[size]["vocab_size"])
     return model.to(device, dtype).eval()
@@ -109,8 +86,6 @@ Answer = Callable[[], list[list[int]]]
 
 
 def ours(model: ASRModel, questions: Conversations, slots: int, *, paged: bool) -> Answer:
-    """Greedy search with continuous batching."""
-
     def answer() -> list[list[int]]:
         engine = ConversationEngine(model, (), slots=slots, paged=paged)
         engine.submit(questions.batch, questions.limits, range(len(questions.limits)))
@@ -165,7 +140,6 @@ def peer(model: ASRModel, questions: Conversations, slots: int) -> Answer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
     parser = harness.parser("conversations", __doc__)
     add = parser.add_argument
     add("--size", choices=list(SIZES), help="small on a CPU, full on a GPU")

@@ -88,7 +88,6 @@ def _cut(name: str, path: Path, rng: np.random.Generator) -> MonoCut:
 
 
 def write_noise(folder: Path) -> Path:
-    """Write recordings of noise of 5 to 15 s; return their folder."""
     rng = np.random.default_rng(1)
     folder.mkdir()
     for number in range(_NOISES):
@@ -98,7 +97,6 @@ def write_noise(folder: Path) -> Path:
 
 
 def augmented(name: str, noises: Path) -> dict[str, Any]:
-    """Return the fields of `DataConfig` for a way to change audio, of every utterance."""
     sections = {
         "noise": NoiseConfig(manifests=str(noises), probability=1.0),
         "reverberation": ReverberationConfig(simulated=True, probability=1.0),

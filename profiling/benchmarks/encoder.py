@@ -71,7 +71,6 @@ def _transformers(config: FastConformerConfig, audio: Audio, device: torch.devic
 
 
 def _step_of(encoder: Encoder, mode: str, device: torch.device) -> Callable[[int], object]:
-    """Return a step, or its replay as a CUDA graph."""
     module, forward = encoder
 
     def step(number: int = 0) -> None:
@@ -95,7 +94,6 @@ def _step_of(encoder: Encoder, mode: str, device: torch.device) -> Callable[[int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
     parser = harness.parser("encoder", __doc__)
     parser.add_argument("--budget-s", type=float, default=120.0)
     parser.add_argument("--tiny", action="store_true", help="two short utterances, on a CPU")

@@ -8,7 +8,6 @@ import datetime
 import hashlib
 import inspect
 import io
-import os
 import platform
 import signal
 import statistics
@@ -16,8 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,18 +54,6 @@ def append(path: Path, columns: Sequence[str], row: Row) -> None:
     writer.writerow({name: _cell(value) for name, value in row.items()})
     with path.open("ab") as file:
         file.write(text.getvalue().encode())
-
-
-def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
-    """Write a table as a whole, in place of an earlier one."""
-    # Imported here: gpu.py appends only, and runs where effasr's dependencies are not installed.
-    from effasr.data.atomic_files import write_atomically
-
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    write_atomically(path, text.getvalue().encode())
 
 
 def header(path: Path) -> list[str]:
@@ -150,7 +136,6 @@ def parser(name: str, text: str | None, *, has_rows: bool = True) -> argparse.Ar
 
 
 def provenance(device: torch.device) -> dict[str, object]:
-    """Return device, versions, sources and date of a row."""
     try:
         import triton
 
@@ -197,7 +182,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Return the 20th percentile, the median and the 80th percentile."""
     if len(times) == 1:
         return times[0], times[0], times[0]
     p20, _, _, p80 = statistics.quantiles(times, n=5, method="inclusive")
@@ -362,114 +346,3 @@ def _measure_cpu(call: Callable[[], object], repeats: int, seconds: float, least
         times.append(1e3 * (time.perf_counter() - begin))
     p20, p50, p80 = percentiles(times)
     return Timing(p20, p50, p80, p50, None)
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-_KEPT_LINES = 5_000
-_GRACE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Outcome of a command: its exit code is negative for a signal, None past its time limit."""
-
-    code: int | None
-    seconds: float
-    lines: Sequence[str]  # the last ones of stdout and stderr together
-
-    @property
-    def reason(self) -> str:
-        """The last line that is not empty: of a Python program that failed, the exception."""
-        last = next((line for line in reversed(self.lines) if line.strip()), "no output")
-        if self.code is None:
-            return f"ended after {self.seconds:.0f} s; last line: {last.strip()}"
-        return f"exit code {self.code}: {last.strip()}"
-
-
-def run(
-    command: Sequence[str],
-    *,
-    seconds: float | None = None,
-    environment: Mapping[str, str] | None = None,
-    directory: Path | None = None,
-    echo: Callable[[str], object] = lambda line: None,
-    watch: Callable[[subprocess.Popen[str]], object] | None = None,
-) -> Ended:
-    """Run a command in its own process group to its end or its limit, and end all that it started.
-
-    `echo` is called with each line of the output, on another thread; `watch` with the process once
-    it has been started, to send it a signal, say.
-    """
-    lines: deque[str] = deque(maxlen=_KEPT_LINES)
-    began = time.monotonic()
-    process = subprocess.Popen(
-        list(command),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=None if environment is None else dict(environment),
-        cwd=directory,
-        start_new_session=True,
-    )
-
-    def pump() -> None:
-        assert process.stdout is not None
-        with process.stdout as output:
-            for line in output:
-                lines.append(line.rstrip("\n"))
-                echo(line)
-
-    reader = threading.Thread(target=pump, daemon=True)
-    reader.start()
-    code = None
-    try:
-        if watch is not None:
-            watch(process)
-        remaining = None if seconds is None else max(0.1, seconds - (time.monotonic() - began))
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(remaining)
-    finally:
-        end(process)
-        reader.join(_GRACE_S)
-    return Ended(code, time.monotonic() - began, list(lines))
-
-
-def end(process: subprocess.Popen[Any], grace_s: float = _GRACE_S) -> None:
-    """Ask the process group to end, and kill what does not within ``grace_s`` seconds."""
-    if not _signal(process.pid, signal.SIGTERM):
-        return
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline:
-        process.poll()
-        if not _signal(process.pid, 0):
-            return
-        time.sleep(0.05)
-    _signal(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _signal(group: int, number: int) -> bool:
-    """Return whether the group still has a process to get a signal."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
-        return True
-    return False
-
-
-@contextmanager
-def sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM raises SystemExit in the block, so that `run` ends what it has started."""
-    if threading.current_thread() != threading.main_thread():
-        yield
-        return
-
-    def leave(*_: Any) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -81,7 +81,6 @@ class Utterances:
 
 
 def utterances(count: int, device: torch.device, longest: float) -> Utterances:
-    """Return noise at durations of the list, up to ``longest`` seconds."""
     drawn = random.Random(0).choices(read_durations(LISTED), k=count)
     durations = [min(seconds, longest) for seconds in drawn]
     generator = torch.Generator().manual_seed(0)
@@ -120,8 +119,6 @@ class Ours:
 
 
 class Peer:
-    """transformers' Canary with the weights of a model of ours."""
-
     def __init__(self, model: ASRModel, speech: Utterances) -> None:
         self._device = next(model.parameters()).device
         self._model = transformers_model(model, self._device).eval()
@@ -178,7 +175,6 @@ def _described(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
     parser = harness.parser("inference", __doc__)
     add = parser.add_argument
     add("--shapes", nargs="+", help=f"default: {' '.join(SHAPES)}")

@@ -111,7 +111,6 @@ def count(case: Case, architecture: int) -> None:
 
 
 def lines_of(binary: Binary) -> dict[str, Counter[str]]:
-    """Return `COUNTS` by source line."""
     lines: dict[str, Counter[str]] = defaultdict(Counter)
     width = len(COUNTS)
     for number, (*_, line) in enumerate(binary.program.code):
@@ -175,7 +174,6 @@ def host(arguments: Sequence[str] | None = None) -> int:
 
 
 def _host_times(name: str, example: Example, repeats: int) -> list[float]:
-    """Return medians of the forward without and with autograd, and of both passes."""
     run: Callable[..., Any] = getattr(effasr_kernels, name)
     leaves: list[Tensor] = []
 
@@ -265,7 +263,6 @@ def tiles(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tiles_of(case: Case, workload: Workload, gold: Gold, end: float) -> Iterator[dict[str, Any]]:
-    """Yield a row for each candidate of each kernel."""
     from effasr_kernels.attention.triton.config import configs
 
     gpu = workload.device.type == "cuda"
@@ -329,7 +326,6 @@ class Compiler:
         self._share, self._compile = share, compile_one
 
     def __call__(self, launch: Launch) -> None:
-        """Take a launch in the place of running it."""
         digest = hashlib.sha256(repr(aot.key(launch)).encode()).hexdigest()
         if 0 in launch.grid or digest in self.seen:
             return
@@ -351,7 +347,6 @@ def warm_up(launch: Launch) -> None:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Yield the cases that `bench.py ops` has for the same options."""
     words = ["--op", *options.op]
     for name in ("kind", "frames", "head_width"):
         if values := getattr(options, name):

@@ -237,7 +237,6 @@ def _stem(workload: Workload) -> Case:
 
 
 def _strided(workload: Workload) -> Case:
-    """A later halving of time and frequency."""
     layout, bands = workload.frame_layout, workload.widths.mels // 4
     channels, lengths = workload.widths.channels, _utterance_lengths(layout, 2)
     x = workload.rows_of(layout.scaled(2), bands, channels)
@@ -292,7 +291,6 @@ def _residual(workload: Workload, dropout: float) -> Case:
 
 
 def _activation(workload: Workload, dropout: float) -> Case:
-    """Bias, SiLU and dropout."""
     layout, width = workload.frame_layout, _EXPANSION * workload.width
     x, bias = workload.rows_of(layout, width), leaf(workload.draw(width).float())
     peers = _torch(workload, lambda x, bias: F.dropout(F.silu(x + bias.to(x.dtype)), dropout))
@@ -304,7 +302,6 @@ def _activation(workload: Workload, dropout: float) -> Case:
 
 
 def norms(workload: Workload) -> list[Case]:
-    """Batch norm and SiLU in a Conformer's convolution, and its running statistics."""
     return [batch_norm(workload), _running_statistics(workload)]
 
 

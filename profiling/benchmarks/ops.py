@@ -113,7 +113,6 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[Workload, Case]]:
-    """Yield the cases to measure, and their batch."""
     loads = workloads(options)
     alone = options.op == ["transducer_loss"] and not options.kind
     wants_large = alone or any(kind.startswith("large") for kind in options.kind)
@@ -295,7 +294,6 @@ def _measure_checkout(root: Path, command: Sequence[str], output: Path) -> list[
 def measure_both(
     root: Path, reference: str, command: Sequence[str]
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return the rows of the base and of the working tree, measured in one run each."""
     with checkout(root, reference) as (base, commit), tempfile.TemporaryDirectory() as folder:
         before = _measure_checkout(base, command, Path(folder) / "base.csv")
         used = {row["git"] for row in before}
@@ -308,7 +306,6 @@ def measure_both(
 
 
 def side_by_side(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """Return both medians and their ratio, a line for each row that both have."""
     keys = ("op", "kind", "backend", "mode", "shape")
     base = {tuple(row[key] for key in keys): float(row["p50_ms"]) for row in before}
     lines = ["", f"{'':70} {'base ms':>10} {'this ms':>10} {'base / this':>12}"]
@@ -350,7 +347,6 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the rows as they come, rank at the end."""
     options = parse(arguments)
     if unknown := set(options.op) - set(OPERATIONS):
         names = ", ".join(OPERATIONS)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 
 from benchmarks.workload import LISTED, PROMPT, TOKENS_PER_SECOND, read_durations
@@ -35,6 +36,7 @@ from effasr.training.profiler import ProfileConfig, StepProfiler
 from effasr.training.step import StepReport, train_step
 from effasr_kernels import PackedLayout, PackedSequence
 
+MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
 EOS, PAD = 3, 2
 _RATE = 16_000
 _NOISE_STARTS = 1_000_000  # samples of the noise where an utterance may begin
@@ -64,7 +66,6 @@ class Corpus:
         return cls(seconds.tolist(), lengths, classes, framing)
 
     def example(self, index: int) -> Example:
-        """Return a stretch of the noise, and random tokens."""
         rng = np.random.default_rng(index)
         begin = int(rng.integers(_NOISE_STARTS))
         noise = _noise(_NOISE_STARTS + round(max(self.seconds) * _RATE))
@@ -160,8 +161,6 @@ def random_model(
 
 
 class Effasr:
-    """Our trainer, on batches that are already there."""
-
     def __init__(self, config: TrainConfig, model: ASRModel, device: torch.device) -> None:
         self._state = build_train_state(config, model, DistributedContext(0, 1, device))
 
@@ -176,7 +175,6 @@ class Effasr:
         return figures["loss"]
 
     def record(self, batches: Sequence[Batch], warm: int, folder: Path) -> Path:
-        """Return the trace of torch's profiler of a step on each batch after the first ``warm``."""
         config = ProfileConfig(tool="kineto", first_step=warm, steps=len(batches) - warm)
         with closing(StepProfiler(config, self._state.context, folder)) as capture:
             for number, batch in enumerate(batches):
@@ -186,8 +184,6 @@ class Effasr:
 
 
 class Transformers:
-    """A model of Hugging Face, trained as its users train it."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -211,7 +207,6 @@ class Transformers:
         )
 
     def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return padded features, prompts with texts, and targets, on the host as ours are."""
         tokens = [torch.tensor(example.prompt + example.text) for example in examples]
         targets = [
             torch.tensor([IGNORED] * (len(example.prompt) - 1) + [*example.text, EOS])
@@ -231,7 +226,6 @@ class Transformers:
         return made
 
     def loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean cross-entropy of the targets."""
         moved = {name: value.to(self._device, non_blocking=True) for name, value in inputs.items()}
         labels = moved.pop("labels")
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16):
@@ -248,7 +242,6 @@ class Transformers:
 
 
 def transformers_model(model: ASRModel, device: torch.device) -> Any:
-    """Return Hugging Face's Canary, or its Whisper, with the weights of ours."""
     import transformers
 
     from effasr.interop.huggingface.checkpoint import export_model

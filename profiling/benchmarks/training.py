@@ -39,6 +39,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import gpu_processes
 import torch
 from analysis import sources, summary
 
@@ -46,6 +47,7 @@ from benchmarks import harness
 from benchmarks.harness import LEFT_OUT, complain
 from benchmarks.speech import (
     EOS,
+    MODELS,
     PAD,
     Corpus,
     Effasr,
@@ -55,16 +57,13 @@ from benchmarks.speech import (
     random_model,
     transformers_model,
 )
+from effasr.config import from_mapping
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import collate
-from effasr.data.features.config import FeatureConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
-from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
-from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
@@ -85,49 +84,19 @@ CATEGORY_COLUMNS = (
     *("system", "model", "mode", "graph", "compile", "precision", "frame_budget", "category"),
     *("work_ms", "wall_ms", "share", "step_ms", "steps", *harness.VERSIONS),
 )
-WHISPER_CLASSES = 51_865
 _PREFIX = "bench training: "
 _LEAST_S = 60.0
 
 
-def _conformer(
-    width: int, layers: int, feed_forward: int, mel_bins: int = 80, **decoder: Any
-) -> ModelConfig:
-    sizes: dict[str, Any] = {"width": width, "heads": 4, "feed_forward": feed_forward}
-    return ModelConfig(
-        features=FeatureConfig(mel_bins=mel_bins),
-        encoder=FastConformerConfig(layers=layers, subsampling_channels=16, **sizes),
-        decoder=DecoderConfig(layers=2, **sizes, **decoder),
-    )
-
-
-def _whisper() -> ModelConfig:
-    """Return Whisper tiny, whose utterances are not filled up with silence."""
-    window: dict[str, Any] = {"subsampling": 2, "n_fft": 400, "minimum_s": 0.0}
-    sizes: dict[str, Any] = {"width": 384, "layers": 4, "heads": 6, "feed_forward": 1536}
-    sizes |= {"bias": True, "key_bias": False}
-    output: dict[str, Any] = {"embedding_norm": False, "output_bias": False}
-    output |= {"max_positions": 448, "positions": "learned", "activation": "gelu"}
-    return ModelConfig(
-        features=FeatureConfig(kind="whisper", preemphasis=0.0, normalize=False, **window),
-        encoder=WhisperEncoderConfig(max_frames=1500, **sizes),
-        decoder=DecoderConfig(**output, **sizes),
-    )
-
-
-# Models that a CPU trains in seconds a step, and their vocabularies. The demo has the widths and
-# layers of recipes/demo.yaml, with our own norms and losses.
+# Models that a CPU trains in seconds a step, and their vocabularies.
 CPU_MODELS: dict[str, tuple[ModelConfig, int]] = {
-    "small": (_conformer(96, 4, 384), 1024),
-    "demo": (_conformer(128, 3, 256, mel_bins=64, max_positions=256), 256),
-    "whisper_tiny": (_whisper(), WHISPER_CLASSES),
+    name: (from_mapping(ModelConfig, fields["model"]), fields["vocabulary"])
+    for name, fields in MODELS["training"].items()
 }
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The benchmarked model, corpus and device."""
-
     config: TrainConfig
     classes: int
     corpus: Corpus
@@ -171,12 +140,10 @@ class Setup:
         return replace(self, config=replace(self.config, training=training))
 
     def batches(self, system: str, count: int) -> list[Batch]:
-        """Return micro-batches that stand for an epoch, where the trainer's loader leaves them."""
         made = batches_of(system, self.corpus, self.shape, count)
         return [batch.pin_memory() if self.device.type == "cuda" else batch for batch in made]
 
     def copy(self) -> ASRModel:
-        """Return a model with these weights, on the device."""
         state = {name: value.clone() for name, value in self.model.state_dict().items()}
         model = ASRModel.from_state_dict(self.model.config, self.model.vocab_size, state)
         return model.to(self.device).train()
@@ -240,8 +207,6 @@ def loss_difference(setup: Setup, model: ASRModel) -> float:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A system that is ready to be timed."""
-
     system: str
     setup: Setup
     batches: list[Batch]  # of each step, with those before the clock starts
@@ -360,7 +325,6 @@ def row_of(
 
 
 def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
-    """Record some steps; returns the trace."""
     if system == "transformers":
         raise ValueError("only our own steps have ranges to be recorded with: leave it out")
     warm = 3
@@ -374,8 +338,6 @@ def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the table."""
-
     model: str | None  # None for the one of the device
     system: str
     mode: str = "eager"
@@ -417,9 +379,9 @@ def run_apart(
     """
     end = None if budget_s is None else time.monotonic() + budget_s
     verdicts = []
-    with harness.sigterm_as_exit():
+    with gpu_processes.sigterm_as_exit():
         for number, job in enumerate(chosen):
-            limit = case_s
+            limit = math.inf if case_s is None else case_s
             if end is not None:
                 remaining = end - time.monotonic()
                 if remaining <= 0:
@@ -429,12 +391,12 @@ def run_apart(
                 # others.
                 share = max(_LEAST_S, 2.5 * remaining / (len(chosen) - number))
                 limit = min(remaining, share if case_s is None else case_s)
-            ended = harness.run(command(job), seconds=limit, echo=sys.stdout.write)
+            ended = gpu_processes.run(command(job), seconds=limit, echo=sys.stdout.write)
             verdicts.append(_verdict(job, ended))
     return verdicts
 
 
-def _verdict(job: Job, ended: harness.Ended) -> Verdict:
+def _verdict(job: Job, ended: gpu_processes.Ended) -> Verdict:
     if ended.code == 0:
         return Verdict(job)
     lines = [line for line in ended.lines if line.startswith(_PREFIX)]
@@ -445,7 +407,6 @@ def _verdict(job: Job, ended: harness.Ended) -> Verdict:
 
 
 def summarize(verdicts: Sequence[Verdict]) -> str:
-    """Return a line: the number of measured jobs, and why others were not."""
     missing = [x for x in verdicts if x.status != "ok"]
     lines = [f"{x.job.name} {x.status} ({x.reason})" for x in missing]
     counted = f"{_PREFIX}{len(verdicts) - len(missing)} of {len(verdicts)} measured"
@@ -453,7 +414,6 @@ def summarize(verdicts: Sequence[Verdict]) -> str:
 
 
 def _attempt(job: Job, action: Callable[[], None]) -> Verdict:
-    """Do something for a job; an error is its verdict."""
     try:
         action()
     except Exception as error:
@@ -522,7 +482,6 @@ def _write(row: dict[str, Any], categories: list[dict[str, Any]], output: Path |
 
 
 def _command(job: Job, options: argparse.Namespace) -> list[str]:
-    """Return the command of a process that runs one job."""
     script = str(harness.PROFILING / "bench.py")
     command = [sys.executable, script, "training", "--systems", job.system, "--modes", job.mode]
     if job.model is not None:
@@ -536,7 +495,6 @@ def _command(job: Job, options: argparse.Namespace) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `Setup.of` reads."""
     add = parser.add_argument
     add("--frame-budget", type=int, help="12000 on a GPU, 400 on a CPU")
     text = "bfloat16 on a GPU, float32 on a CPU"
@@ -562,7 +520,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     chosen = jobs(options.model or [None], options.systems, options.modes)

@@ -42,7 +42,6 @@ class Nodes:
     """
 
     def __init__(self, frames: PackedLayout, labels: PackedLayout):
-        """Create the lattices of sequences, none of which is empty."""
         self.frames, self.labels = frames, labels
         self.states = labels.cu_seqlens.diff().long() + 1
         self.first = lattice.node_offsets(frames.cu_seqlens, labels.cu_seqlens)
@@ -58,11 +57,9 @@ class Nodes:
         return sequence, offset // states, offset % states
 
     def losses(self, log_blank: Tensor, log_label: Tensor) -> Tensor:
-        """Return the loss of each sequence, float32 (N,), from float32 planes (nodes,)."""
         return _Losses.apply(log_blank, log_label, self)
 
     def occupancies(self, log_blank: Tensor, log_label: Tensor) -> Planes:
-        """Return the losses, and how probable the blank, and the label, of each node is."""
         planes = log_blank.contiguous(), log_label.contiguous()
         if log_blank.is_cuda:
             return self._on_gpu(*planes)
@@ -116,8 +113,6 @@ class _Losses(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of every contender; no utterance is empty."""
-
     frames: PackedLayout  # T_n
     labels: PackedLayout  # U_n
     encoded: Tensor  # (T, J), a leaf
@@ -151,7 +146,6 @@ class Batch:
         return Nodes(self.frames, self.labels)
 
     def count_flops(self) -> int:
-        """Return the registered FLOPs of the forward; nothing is computed."""
         arguments = TransducerArguments(
             *(self.encoded, self.predicted, self.targets, self.frames, self.labels),
             *(self.weight, self.bias),
@@ -287,7 +281,6 @@ class Part:
         return self.frame_counts, self.label_counts
 
     def classes(self, shape: torch.Size) -> Tensor:
-        """Return the label of each node (b, t, u), int64 (b, T, U + 1, 1); 0 for none."""
         return F.pad(self.targets, (0, 1))[:, None, :, None].expand(*shape[:3], 1)
 
     def index(self, shape: torch.Size) -> Tensor:
@@ -442,7 +435,6 @@ def _compiled(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
 
 
 def _torchaudio(batch: Batch, dtype: torch.dtype) -> Contender:
-    """All logits, padded."""
     from torchaudio.functional import rnnt_loss  # pyright: ignore[reportMissingImports]
 
     if batch.padded_logits >= 2**31:

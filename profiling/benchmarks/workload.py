@@ -86,7 +86,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Token rows of the static shape."""
         return self.rows // 2 if self.rows < 1_000 else self.rows * 2 // 5
 
     @property
@@ -109,7 +108,6 @@ class Workload:
         )
 
     def draw(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Return a leaf with normal values, equal in every run."""
         generator = torch.Generator(self.device).manual_seed(sum(shape))
         values = torch.randn(*shape, device=self.device, generator=generator) * scale
         return values.to(self.dtype).requires_grad_()
@@ -121,7 +119,6 @@ class Workload:
         return values.requires_grad_()
 
     def labels(self, classes: int) -> Tensor:
-        """Return a class for each token row, (U,)."""
         generator = torch.Generator(self.device).manual_seed(3)
         shape = (self.tokens,)
         return torch.randint(classes, shape, device=self.device, generator=generator)

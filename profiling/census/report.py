@@ -118,7 +118,6 @@ def _kind(entry: Entry) -> str:
 
 
 def _maker(entry: Entry) -> str:
-    """Return the module within a layer and the operator, such as ``conv.norm: mul``."""
     inner = re.sub(r"^encoder\.layers\.\d+\.?", "", entry.place) or "layer"
     return f"{inner}: {entry.name}"
 

@@ -33,7 +33,7 @@ class Recorded:
     parameters: int
 
 
-def record(model: str, frame_budget: int, layout: speech_llm.Layout = "packed") -> Recorded:
+def record(model: str, frame_budget: int) -> Recorded:
     """Record a step of one micro-batch: forward, backward and update, with dropout.
 
     The second step of a run is recorded, so that cached tables and optimizer moments exist.
@@ -43,14 +43,9 @@ def record(model: str, frame_budget: int, layout: speech_llm.Layout = "packed") 
         raise ValueError(f"`model` must be one of {models}, but is {model!r}.")
     if frame_budget < 1:
         raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
-    if layout != "packed" and model != speech_llm.NAME:
-        raise ValueError(
-            f"`layout` must be packed for {model}, but is {layout}: only {speech_llm.NAME} is "
-            "counted padded."
-        )
     if model == speech_llm.NAME:
         config = speech_llm.configured(frame_budget)
-        batch = speech_llm.conversation_batch(config, frame_budget, layout)
+        batch = speech_llm.conversation_batch(config, frame_budget)
         network = speech_llm.network(config)
         frame_budget = batch.frames.rows
     else:

@@ -61,7 +61,6 @@ class Parser:
         self._jumps: dict[int, str] = {}
 
     def parse(self, text: str) -> Program:
-        """Read the one kernel of a module."""
         program = self._program
         head, body = self._split(text)
         self._head(head)
@@ -318,7 +317,6 @@ class Parser:
 
 
 def _operands(text: str) -> list:
-    """Split at commas; braces become lists."""
     operands: list = []
     for group, single in re.findall(r"\{([^}]*)\}|([^,{}]+)", text):
         if group:

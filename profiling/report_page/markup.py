@@ -240,7 +240,6 @@ def waterfall(bars: Sequence[dict[str, Any]]) -> str:
 
 
 def _ticks(length: float) -> list[float]:
-    """Round times, about six of them."""
     power = 10 ** math.floor(math.log10(length / 9))
     step = next(m * power for m in (1, 2, 5, 10) if length / (m * power) <= 9)
     return [

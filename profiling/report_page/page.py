@@ -109,7 +109,6 @@ _MOST_STEPS = 40  # shown one by one; report.json has all
 
 
 def contents(report: dict[str, Any]) -> list[tuple[str, str, Callable[[dict[str, Any]], str]]]:
-    """Return identifier, title and content of the sections that there are."""
     data = report["budget"]
     work = "Kernels" if data and data["has_gpu"] else "Operators"
     sections = [

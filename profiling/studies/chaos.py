@@ -102,7 +102,6 @@ def torchrun(folder: Path, name: str, ranks: int) -> Iterator[subprocess.Popen[b
 
 
 def _wait_for_a_step(folder: Path, process: subprocess.Popen[bytes], until: float) -> None:
-    """Wait until the ranks that train now have made one."""
     before = set(folder.glob("killed.seen.*"))
     while process.poll() is None and time.monotonic() < until:
         if set(folder.glob("killed.seen.*")) - before:
@@ -146,7 +145,6 @@ def _compare(folder: Path, kills: dict[str, int], steps: int) -> Outcome:
 
 
 def _seen(folder: Path, name: str) -> dict[int, dict[int, set[str]]]:
-    """Return the trained utterances by attempt and step."""
     seen: dict[int, dict[int, set[str]]] = {}
     for file in folder.glob(f"{name}.seen.*"):
         # The last line of a process that was killed may be cut short.
@@ -157,7 +155,6 @@ def _seen(folder: Path, name: str) -> dict[int, dict[int, set[str]]]:
 
 
 def train(arguments: list[str]) -> int:
-    """Run one rank, and record the utterances of each step."""
     from effasr.cli.main import main
     from effasr.training import trainer
 

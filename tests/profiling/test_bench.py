@@ -95,8 +95,6 @@ def test_a_text_in_a_table_is_no_formula_and_is_read_as_it_was(names, number: fl
                 float(first)  # a number, such as -1
         rows = list(harness.read(path))
         assert [row["name"] for row in rows] == [name.replace("\r", " ") for name in names]
-        harness.write(path, ["name", "value"], rows)
-        assert list(harness.read(path)) == rows
 
 
 def test_a_copy_without_git_has_a_fingerprint(tmp_path: Path) -> None:

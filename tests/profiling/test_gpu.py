@@ -248,11 +248,9 @@ def test_a_part_that_hangs_or_fails_is_ended_with_its_children_and_stops_no_othe
 def test_nothing_outlives_a_command(tmp_path) -> None:
     code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', "
     code += "'import time; time.sleep(60)'], start_new_session=True).pid, flush=True)"
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", code]
-    ended = gpu_processes.run(command, 30, log, dict(os.environ), tmp_path)
+    ended = gpu_processes.run([sys.executable, "-c", code], seconds=30)
     assert ended.code == 0
-    assert not is_alive(int(log.read_text().splitlines()[-1]))
+    assert not is_alive(int(ended.lines[-1]))
 
 
 def test_the_archive_is_bounded_and_has_results_first(tmp_path) -> None:

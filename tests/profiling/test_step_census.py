@@ -5,7 +5,6 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import step_census
 import torch
@@ -14,7 +13,6 @@ from census.recorder import Recorder
 from census.report import COMPARED, growth, roofline_ms
 from torch import nn
 
-from effasr.data.sampling.plan import UtteranceLengths
 from effasr_kernels.bias_activation_dropout import _triton as activation
 from effasr_kernels.dropout_add_layer_norm import _triton as norm
 from tests.support import preloaded
@@ -167,47 +165,25 @@ def test_what_cannot_be_counted_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_padded_conversations_have_the_rows_of_padded_batches() -> None:
-    """As many as the corpus' padding gives; sorted batches have less of it, equal lengths none."""
-    equal = UtteranceLengths(np.full(8, 10, np.int32), np.full(8, 6, np.int32))
-    assert speech_llm.padded_rows([(10, 6)] * 4, equal, "random") == speech_llm.Rows(64, 48)
-    lengths = speech_llm.conversation_lengths(stack=4)
-    planned = [(100, 60)] * 20
-    drawn, alike = (speech_llm.padded_rows(planned, lengths, x) for x in ("random", "sorted"))
-    # Of 20 that are drawn, the longest is about 2.5 times as long as the mean.
-    assert 2 * 2000 < drawn.frames < 4 * 2000
-    assert 2000 < alike.frames < 1.2 * 2000
-    assert 1200 < alike.tokens < drawn.tokens < drawn.frames
-
-
 def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
-    config = speech_llm.configured(800)
-    packed = speech_llm.conversation_batch(config, 800, "packed")
-    padded = speech_llm.conversation_batch(config, 800, "random")
-    assert packed.ids == padded.ids
-    assert packed.frame_lengths == padded.frame_lengths
-    assert packed.frames.rows == 800
-    assert padded.frames.rows > 800
-    assert padded.tokens.layout.rows > packed.tokens.layout.rows
-    assert packed.num_targets > len(packed.ids)
+    batch = speech_llm.conversation_batch(speech_llm.configured(800), 800)
+    assert batch.frames.rows == 800
+    assert batch.num_targets > len(batch.ids)
     # Each has the rows that were planned for it.
     lengths = speech_llm.conversation_lengths(stack=4)
     existing = set(zip(lengths.frames.tolist(), lengths.tokens.tolist(), strict=True))
-    assert set(zip(packed.frame_lengths, packed.token_lengths, strict=True)) <= existing
-
-
-def test_only_a_speech_language_model_is_counted_padded(capsys) -> None:
-    assert step_census.main(["--model", "canary_180m_flash", "--layout", "sorted"]) == 2
-    assert "`layout` must be packed for canary_180m_flash" in capsys.readouterr().err
+    assert set(zip(batch.frame_lengths, batch.token_lengths, strict=True)) <= existing
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--check", "--frame-budget", "800"], "leave out --frame-budget"),
-        (["--check", "--layout", "packed"], "leave out --layout"),
         (["--check", "--json"], "leave out --json"),
-        (["--update-baseline", "--layout", "sorted", "--json"], "leave out --layout, --json"),
+        (
+            ["--update-baseline", "--frame-budget", "8", "--json"],
+            "leave out --frame-budget, --json",
+        ),
         (["--update-baseline", "--model", "canary_1b_flash"], "leave out --model"),
         (["--check", "--baseline", "typo.json"], "is typo.json: [Errno 2]"),
         (["--check", "--baseline", "torn.json"], "is torn.json: Expecting"),
