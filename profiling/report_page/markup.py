@@ -111,6 +111,10 @@ def paragraph(sentence: str) -> str:
     return f"<p>{escape(sentence)}</p>"
 
 
+def lead(sentence: str) -> str:
+    return f'<p class="lead">{escape(sentence)}</p>'
+
+
 def section(title: str, identifier: str, content: str) -> str:
     return f'<section id="{identifier}"><h2>{escape(title)}</h2>{content}</section>'
 
@@ -120,17 +124,16 @@ def section(title: str, identifier: str, content: str) -> str:
 WIDTH = 1080
 
 
-def _open(height: float, label: str, width: int = WIDTH) -> str:
+def _open(height: float, label: str) -> str:
     return (
-        f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(label)}">'
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
         f"<title>{escape(label)}</title>"
     )
 
 
-def _text(x: float, y: float, text: str, *, soft: bool = True, anchor: str = "") -> str:
+def _text(x: float, y: float, text: str, *, soft: bool = True) -> str:
     kind = ' class="soft"' * soft
-    attributes = f'x="{x:.1f}" y="{y:.1f}"' + (f' text-anchor="{anchor}"' if anchor else "")
-    return f"<text{kind} {attributes}>{escape(text)}</text>"
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
 def _rectangle(
@@ -148,9 +151,10 @@ def stacked(
     colors: dict[str, str],
     label: str,
     names: dict[str, str] | None = None,
+    show: Callable[[float], str] = milliseconds,
 ) -> str:
     named = any(name for name, _ in rows)
-    left, right = (190 if named else 0), 90
+    left, right = (230 if named else 0), 90
     longest = max((sum(v for _, v in parts) for _, parts in rows), default=0) or 1
     scale = (WIDTH - left - right) / longest
     height = 34 if len(rows) == 1 else 26
@@ -159,15 +163,14 @@ def stacked(
         y, x = number * (height + 8) + 4, float(left)
         middle, total = y + height / 2 + 4.5, sum(value for _, value in parts)
         if named:
-            out.append(_text(0, middle, _cut(name, 25), soft=False))
+            out.append(_text(0, middle, _cut(name, 32), soft=False))
         for part, value in parts:
             if value > 0:
                 wide = value * scale
-                title = f"{(names or {}).get(part, part)}: {milliseconds(value)}, "
-                title += percent(value / total)
+                title = f"{(names or {}).get(part, part)}: {show(value)}, {percent(value / total)}"
                 out.append(_rectangle(x, y, wide - 1.5, height, colors.get(part, "--grey"), title))
                 x += wide
-        out.append(_text(x + 8, middle, milliseconds(total)))
+        out.append(_text(x + 8, middle, show(total)))
     return "".join(out) + "</svg>"
 
 
@@ -193,49 +196,6 @@ def timeline(picture: dict[str, Any], color_of: Callable[[str, str], str]) -> st
             title = f"{name}: {milliseconds(end - begin)} from {milliseconds(begin)}"
             position = left + begin * scale, y, (end - begin) * scale, height
             out.append(_rectangle(*position, color_of(row["name"], name), title, 0))
-    return "".join(out) + "</svg>"
-
-
-def histogram(data: dict[str, Any], color: str) -> str:
-    edges, counts = data["edges"], data["counts"]
-    width, height, left = 520, 190, 8
-    scale = (width - 2 * left) / (edges[-1] - edges[0])
-    tallest = max(max(counts), 1)
-    label = f"Padding of {data['label']}: {percent(data['mean'])} on average"
-    out = [_open(height, label, width)]
-    base = height - 26
-    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-        tall = (base - 16) * count / tallest
-        title = f"{percent(low)} to {percent(high)}: {count} lines"
-        x = left + (low - edges[0]) * scale
-        if count:
-            out.append(_rectangle(x, base - tall, (high - low) * scale - 1.5, tall, color, title))
-    out.append(f'<line x1="{left}" y1="{base}" x2="{width - left}" y2="{base}"/>')
-    for edge, anchor in ((edges[0], "start"), (edges[-1], "end")):
-        x = left + (edge - edges[0]) * scale
-        out.append(_text(x, base + 18, percent(edge), anchor=anchor))
-    x = left + (min(data["mean"], edges[-1]) - edges[0]) * scale
-    anchor = "start" if x < width / 2 else "end"
-    shift = 4 if anchor == "start" else -4
-    out.append(f'<line x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{base}" style="stroke:var(--ink)"/>')
-    mean = f"mean {percent(data['mean'])}"
-    out.append(_text(x + shift, 14, mean, soft=False, anchor=anchor))
-    return "".join(out) + "</svg>"
-
-
-def waterfall(bars: Sequence[dict[str, Any]]) -> str:
-    remaining, height, gap = 260, 26, 10
-    out = [_open(len(bars) * (height + gap) + 4, "From the peak of the GPU to useful FLOPs")]
-    scale = WIDTH - remaining - 90
-    colors = ["--grey", "--violet", "--blue", "--aqua"]
-    colors = [colors[0], *colors[-(len(bars) - 1) :]]
-    for number, (bar, color) in enumerate(zip(bars, colors, strict=True)):
-        y = number * (height + gap) + 4
-        wide = min(bar["share"], 1.0) * scale
-        out.append(_text(0, y + 18, bar["name"], soft=False))
-        title = f"{bar['name']}: {percent(bar['share'])} of the peak"
-        out.append(_rectangle(remaining, y, wide, height, color, title))
-        out.append(_text(remaining + wide + 8, y + 18, percent(bar["share"])))
     return "".join(out) + "</svg>"
 
 

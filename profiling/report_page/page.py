@@ -16,6 +16,7 @@ from report_page.markup import (
     figure,
     key,
     keyed,
+    lead,
     legend,
     paragraph,
     records,
@@ -162,12 +163,12 @@ def budget(report: dict[str, Any]) -> str:
     last = {"title": "the step", "ms": mean, "share": 1, "when": exact}
     hidden, more = data["hidden_communication"], ""
     if hidden["ns"]:
-        more = (
-            f'<p class="lead">Another {milliseconds(hidden["ms"])} of communication a step are '
-            "hidden under compute and cost nothing.</p>"
+        more = lead(
+            f"Another {milliseconds(hidden['ms'])} of communication a step are hidden under "
+            "compute and cost nothing."
         )
-    lead = "Every moment of a step counts once: for the first of these parts that holds."
-    made = paragraph(lead) + bar + records(columns, entries, last=last) + more
+    summary = "Every moment of a step counts once: for the first of these parts that holds."
+    made = paragraph(summary) + bar + records(columns, entries, last=last) + more
     return made + (_per_step(data) if len(data["per_step"]) > 1 else "")
 
 
@@ -187,7 +188,7 @@ def _per_step(data: dict[str, Any]) -> str:
 def actions(report: dict[str, Any]) -> str:
     if not report["actions"]:
         return paragraph("No part but compute takes 0.5 % of a step.")
-    lead = (
+    summary = (
         "How many times as fast the run would be if the part took no time at all: a bound, not a "
         "forecast."
     )
@@ -201,7 +202,7 @@ def actions(report: dict[str, Any]) -> str:
         "how": lambda entry: text(entry["how"]),
     }
     numbered = [entry | {"number": n} for n, entry in enumerate(report["actions"], 1)]
-    return paragraph(lead) + records(columns, numbered)
+    return paragraph(summary) + records(columns, numbered)
 
 
 def timeline(report: dict[str, Any]) -> str:
@@ -231,11 +232,11 @@ def timeline(report: dict[str, Any]) -> str:
         if entries
     )
     more = picture["streams_left_out"]
-    lead = (
+    summary = (
         f"Step {picture['step']} of {picture['process']}, the one of median length. trace.json "
         "shows every kernel in ui.perfetto.dev, with the range that made it."
     ) + (f" {more} less busy streams are left out." if more else "")
-    return paragraph(lead) + markup.timeline(picture, color_of) + keys
+    return paragraph(summary) + markup.timeline(picture, color_of) + keys
 
 
 def ranks(report: dict[str, Any]) -> str:
@@ -259,12 +260,12 @@ def ranks(report: dict[str, Any]) -> str:
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
     waiting = data.get("waiting_ms")
-    lead = (
+    summary = (
         f"{data['slowest']} is the slowest, {percent(data['slowest_by'])} over the mean. Fast "
         "ranks spend the difference in the exchange of gradients"
         + (f": {milliseconds(waiting)} a step on average." if waiting is not None else ".")
     )
-    return paragraph(lead) + grid
+    return paragraph(summary) + grid
 
 
 def _heat(value: float, low: float, high: float) -> str:
@@ -275,27 +276,32 @@ def _heat(value: float, low: float, high: float) -> str:
 def padding(report: dict[str, Any]) -> str:
     fall = report["waterfall"]
     if "bars" in fall:
-        content = markup.waterfall(fall["bars"])
+        bars = [(bar["name"], [(bar["name"], bar["share"])]) for bar in fall["bars"]]
+        label = "From the peak of the GPU to useful FLOPs"
+        content = markup.stacked(bars, style.WATERFALL, label, show=percent)
         if fall["is_estimate"]:
-            content += (
-                '<p class="lead">The padded share is estimated: useful FLOPs divided by the share '
-                "of frames that are no padding.</p>"
+            content += lead(
+                "The padded share is estimated: useful FLOPs divided by the share of frames that "
+                "are no padding."
             )
     else:
-        content = f'<p class="lead">No share of a peak: {escape(fall["reason"])}.</p>'
+        content = lead(f"No share of a peak: {fall['reason']}.")
     if "useful_tflops" in report["log"]:
         rate = report["log"]["useful_tflops"]["mean"]
-        content += (
-            f'<p class="lead">{rate:.4g} TFLOP/s useful on each rank, padding left out, by '
-            "metrics.jsonl.</p>"
+        content += lead(
+            f"{rate:.4g} TFLOP/s useful on each rank, padding left out, by metrics.jsonl."
         )
-    pictures = "".join(
-        f"<div><h3>Padding of {escape(data['label'])}</h3>{markup.histogram(data, '--aqua')}</div>"
-        for data in report["padding"].values()
-    )
-    if pictures:
-        pictures = f'<div class="columns">{pictures}</div>'
-    return content + pictures
+    for data in report["padding"].values():
+        label = f"Padding of {data['label']}: mean {percent(data['mean'])}"
+        ranges = zip(data["edges"], data["edges"][1:], data["counts"], strict=False)
+        bars = [
+            (f"{percent(low)} to {percent(high)}", [("lines", count)])
+            for low, high, count in ranges
+            if count
+        ]
+        picture = markup.stacked(bars, {"lines": "--aqua"}, label, show=lambda n: f"{n:g} lines")
+        content += f"<h3>{escape(label)}</h3>{picture}"
+    return content
 
 
 def quality(report: dict[str, Any]) -> str:
@@ -351,12 +357,12 @@ def by_phase(report: dict[str, Any]) -> str:
     left_out = len(bars) - _MOST_PHASES
     picture = markup.stacked(bars[:_MOST_PHASES], style.CATEGORIES, "Work of each phase")
     keys = legend((name, style.CATEGORIES[name]) for name in order)
-    lead = "Summed durations per step and rank, by phase of the step and kind of kernel."
+    summary = "Summed durations per step and rank, by phase of the step and kind of kernel."
     if left_out > 0:
-        lead += f" {left_out} phases with less work are left out of the picture."
+        summary += f" {left_out} phases with less work are left out of the picture."
     columns = {"category": lambda entry: Cell(_category(entry["name"])), **_AMOUNTS}
     content = picture + keys + records(columns, report["categories"], sortable=True)
-    return paragraph(lead) + content + _ranges(report["ranges"])
+    return paragraph(summary) + content + _ranges(report["ranges"])
 
 
 def _category(name: str) -> str:
@@ -435,9 +441,8 @@ def _comparison(report: dict[str, Any]) -> str:
     )
     parts = [_changes(data, reports)]
     for single in reports:
-        verdict = escape(single["verdict"]["text"])
         parts.append(
-            f'<h2 class="subject">{escape(single["name"])}</h2><p class="lead">{verdict}</p>'
+            f'<h2 class="subject">{escape(single["name"])}</h2>{lead(single["verdict"]["text"])}'
             + _with_own_names(all_of(single), single["name"])
         )
     return header + "".join(parts)

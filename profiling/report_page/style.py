@@ -23,6 +23,13 @@ CATEGORIES = {  # colour of each category of kernels
     "other": "--grey",
 }
 
+WATERFALL = {  # colour of each share of the peak
+    "peak of the GPU": "--grey",
+    "achieved, recomputation included": "--violet",
+    "achieved, padding included": "--blue",
+    "useful": "--aqua",
+}
+
 CYCLE = ["--blue", "--aqua", "--yellow", "--violet", "--orange", "--green", "--magenta", "--red"]
 """Colours of ranges, in the order in which they come."""
 
@@ -96,8 +103,6 @@ svg .track { fill: var(--line); opacity: .45; }
 .notes b { position: absolute; left: 0; font-weight: 600; }
 .warning b { color: var(--bad); } .ok b { color: var(--good); } .note b { color: var(--soft); }
 .better { color: var(--good); } .worse { color: var(--bad); }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(330px, 1fr));
-  gap: 4px 32px; }
 code { font: 13px ui-monospace, "SF Mono", Menlo, "Liberation Mono", monospace;
   overflow-wrap: anywhere; }
 details { margin-top: 12px; } summary { cursor: pointer; color: var(--blue); }
