@@ -27,6 +27,7 @@ work, and measures nothing.
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import importlib.util
 import io
@@ -42,7 +43,7 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -50,7 +51,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu_processes
-import gpu_targets
 import yaml
 from gpu_tests import (
     ADAPTERS,
@@ -78,6 +78,11 @@ PROGRAMS = {
     ],
 }
 TABLE = yaml.safe_load((ROOT / "profiling" / "gpu.yaml").read_text(encoding="utf-8"))
+Row = Mapping[str, str]
+Rows = Mapping[str, Sequence[Row]]
+FILES = ("ops", "training", "encoder", "inference", "matmul_peak", "memory")
+LESS_IS_BETTER = {"p50_ms", "peak_bytes", "padding_frames", "padding_tokens"}
+WARM = 5  # steps of a real training whose peak of memory the later ones must not exceed
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,12 @@ class Part:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _flat(names: Sequence[Any]) -> Iterator[str]:
-    for name in names:
-        yield from [name] if isinstance(name, str) else name
-
-
 def load_parts() -> tuple[Part, ...]:
     parts = []
-    groups = {name: tuple(_flat(names)) for name, names in TABLE["uses"].items()}
+    groups = {
+        group: tuple(x for name in names for x in ([name] if isinstance(name, str) else name))
+        for group, names in TABLE["uses"].items()
+    }
     for row in TABLE["parts"]:
         for each in row.get("each", [""]):
             fill = lambda text, each=each: text.replace("{each}", str(each))
@@ -399,18 +402,11 @@ class Call:
         lines += [f"running: {self.running}", ""] if self.running else []
         cells = [(x.name, x.status, f"{x.seconds:.0f}", x.details) for x in self.results]
         lines += table(("part", "how it went", "s", ""), cells)
-        rows = gpu_targets.read_rows(self.output)
-        lines += table(
-            ("what", "target", "measured", "verdict"), gpu_targets.table(rows, dry=self.dry)
-        )
+        rows = read_rows(self.output)
+        lines += table(("what", "target", "measured", "verdict"), target_lines(rows, dry=self.dry))
+        useful = "tflops_useful"
         steps = [
-            (
-                x["model"],
-                x["mode"],
-                x["system"],
-                f"{1e3 * float(x['step_s']):.1f}",
-                x["tflops_useful"],
-            )
+            (x["model"], x["mode"], x["system"], f"{1e3 * float(x['step_s']):.1f}", x[useful])
             for x in rows["training"]
             if x["step_s"]
         ]
@@ -435,6 +431,86 @@ class Call:
                     self.complaints.add(str(folder))
                     say(f"{folder} takes no archive: {error.strerror or error}")
         return None
+
+
+# Figures to reach, as gpu.yaml lists them.
+
+
+def read_rows(folder: Path) -> dict[str, list[Row]]:
+    """Return the whole rows of the tables; a process may have been killed while it wrote one."""
+    rows: dict[str, list[Row]] = {name: [] for name in FILES}
+    for name in FILES:
+        path = folder / f"{name}.csv"
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                whole = lambda row: None not in row and None not in row.values()
+                rows[name] = [row for row in csv.DictReader(file) if whole(row)]
+    metrics = folder / "real_training" / "runs" / "quiet_metrics.jsonl"
+    if metrics.exists():
+        lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+        names = ("step", "peak_memory_bytes")
+        rows["memory"] = [{name: str(line[name]) for name in names} for line in lines]
+    return rows
+
+
+def _matches(row: Row, field: str, wanted: str | list[str]) -> bool:
+    options = [wanted] if isinstance(wanted, str) else wanted
+    if field == "shape":
+        return any(set(words.split()) <= set(row["shape"].split()) for words in options)
+    return row[field] in options
+
+
+def _best(rows: Rows, target: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[tuple, float]:
+    """Return the best figure of the chosen rows for each key."""
+    fields = dict(chosen)
+    table, column = fields.pop("table"), fields.pop("column", target["column"])
+    better = min if column in LESS_IS_BETTER else max
+    best: dict[tuple, float] = {}
+    for row in rows[table]:
+        if row[column] and all(_matches(row, *field) for field in fields.items()):
+            if (per := target.get("per")) and not row[per]:
+                continue
+            value = float(row[column]) / (float(row[per]) if per else 1.0)
+            # The figures that ours are compared with may be the same for all keys.
+            key = tuple(row[name] for name in target.get("key", ()) if name in row)
+            best[key] = better(best.get(key, value), value)
+    return best
+
+
+def measure(rows: Rows, target: Mapping[str, Any]) -> float | None:
+    figures = _best(rows, target, target["ours"])
+    at_most = "at_most" in target
+    if "against" in target:
+        others = _best(rows, target, target["against"])
+        pairs = {key: (x, others.get(key, others.get(()))) for key, x in figures.items()}
+        # How many times as fast: of times the others' by ours.
+        by_others = at_most or target["column"] not in LESS_IS_BETTER
+        figures = {key: x / y if by_others else y / x for key, (x, y) in pairs.items() if x and y}
+    worst = max if at_most else min
+    return worst((x * target.get("scale", 1) for x in figures.values()), default=None)
+
+
+def _growth(memory: Sequence[Row]) -> list[Row]:
+    peaks = [int(row["peak_memory_bytes"]) for row in memory]
+    grown = max(peaks[WARM:], default=0) - max(peaks[:WARM], default=0)
+    return [{"growth": str(grown)}] if len(peaks) > WARM else []
+
+
+def target_lines(rows: Rows, *, dry: bool) -> list[tuple[str, str, str, str]]:
+    rows = {**rows, "memory": _growth(rows["memory"])}
+    lines = []
+    for target in TABLE["targets"]:
+        value, unit = measure(rows, target), f" {target['unit']}".rstrip()
+        at_most = "at_most" in target
+        bound = target["at_most"] if at_most else target["at_least"]
+        measured = "-" if value is None else f"{value:.3g}{unit}"
+        verdict = "not measured" if value is None else "dry run"
+        if value is not None and not dry:
+            verdict = "met" if (value <= bound if at_most else value >= bound) else "missed"
+        lines.append(
+            (target["what"], f"{'<=' if at_most else '>='} {bound:g}{unit}", measured, verdict)
+        )
+    return lines
 
 
 def _parallel() -> str:

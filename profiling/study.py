@@ -136,22 +136,31 @@ def checkout_folder(grid: Mapping[str, Any], work: Path) -> Path:
     return work / f"effasr_{grid['revision']}"
 
 
-def check_out(revision: str, folder: Path) -> None:
-    if folder.is_dir():
-        return
-    partial = folder.with_name(f"{folder.name}_partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    clone = ["git", "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(partial)]
-    for command in (clone, ["git", "-C", str(partial), "checkout", "--quiet", revision]):
+def check_out(revision: str, folder: Path, *, build: bool = True) -> str:
+    """Clone the repository at a revision, if the folder is not there; return the commit."""
+
+    def git(*arguments: str, root: Path = ROOT) -> str:
+        command = ["git", "-C", str(root), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(
-                f"revision {revision} of this repository must be there to run the study, but git "
-                f"says: {done.stderr.strip()}. In a shallow clone run `git fetch --unshallow`."
+                f"revision {revision} of this repository must be there to be run, but git says: "
+                f"{done.stderr.strip()}. In a shallow clone run `git fetch --unshallow`."
             )
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=partial, check=True, stdout=subprocess.DEVNULL)
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    if folder.is_dir():
+        return commit
+    partial = folder.with_name(f"{folder.name}_partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    git("clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(partial))
+    git("checkout", "--quiet", commit, root=partial)
+    if build:
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=partial, check=True, stdout=subprocess.DEVNULL)
     partial.rename(folder)
+    return commit
 
 
 def run(plan: Plan, table: Path | None) -> None:

@@ -22,11 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import study
 import torch
 
 from benchmarks import attention, harness, operations, transducer
@@ -251,31 +251,6 @@ def ranking(rows: Sequence[Row]) -> str:
 # --- another revision -----------------------------------------------------------------------------
 
 
-@contextmanager
-def checkout(root: Path, reference: str) -> Iterator[tuple[Path, str]]:
-    """Yield a temporary worktree of another revision, and its commit."""
-    try:
-        commit = _git(root, "rev-parse", "--verify", "--end-of-options", f"{reference}^{{commit}}")
-    except (OSError, subprocess.CalledProcessError) as error:
-        text = str(getattr(error, "stderr", None) or error).strip()
-        raise ValueError(
-            f"`--base` must name a revision of the repository in {root}, but is {reference!r}: "
-            f"{text}"
-        ) from error
-    with tempfile.TemporaryDirectory(prefix="effasr_base_") as folder:
-        path = Path(folder) / commit[:12]
-        _git(root, "worktree", "add", "--detach", str(path), commit)
-        try:
-            yield path, commit
-        finally:
-            _git(root, "worktree", "remove", "--force", str(path))
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def _measure_checkout(root: Path, command: Sequence[str], output: Path) -> list[dict[str, str]]:
     """Return the rows of this benchmark with the kernels of a checkout."""
     paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
@@ -285,24 +260,10 @@ def _measure_checkout(root: Path, command: Sequence[str], output: Path) -> list[
     subprocess.run(measuring, env=variables, stdout=subprocess.DEVNULL, check=False)
     rows = list(harness.read(output))
     if not rows:
-        raise ValueError(
+        raise RuntimeError(
             f"nothing was measured with the kernels in {root}: the lines above say why"
         )
     return rows
-
-
-def measure_both(
-    root: Path, reference: str, command: Sequence[str]
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    with checkout(root, reference) as (base, commit), tempfile.TemporaryDirectory() as folder:
-        before = _measure_checkout(base, command, Path(folder) / "base.csv")
-        used = {row["git"] for row in before}
-        if used != {commit[:12]}:
-            raise ValueError(
-                f"`--base` {reference} is {commit[:12]}, but kernels of {', '.join(sorted(used))} "
-                "were measured: uninstall effasr from this environment, or install it as editable."
-            )
-        return before, _measure_checkout(root, command, Path(folder) / "this.csv")
 
 
 def side_by_side(before: Sequence[Row], after: Sequence[Row]) -> str:
@@ -334,11 +295,22 @@ def compare(options: argparse.Namespace) -> int:
     command += [f"--{name}" for name in ("reference", "exact") if getattr(options, name)]
     command += ["--device", options.device, "--case-s", str(options.case_s)]
     command += ["--budget-s", str(options.budget_s / 2)]
-    try:
-        before, after = measure_both(ROOT, options.base, command)
-    except ValueError as error:
-        complain(f"bench ops: {error}")
-        return 2
+    with tempfile.TemporaryDirectory(prefix="effasr_base_") as folder:
+        base, made = Path(folder) / "base", Path(folder) / "rows.csv"
+        try:
+            commit = study.check_out(options.base, base, build=False)
+            before = _measure_checkout(base, command, made)
+            used = {row["git"] for row in before} - {commit[:12]}
+            if used:
+                raise RuntimeError(
+                    f"it is {commit[:12]}, but kernels of {', '.join(sorted(used))} were measured: "
+                    "uninstall effasr from this environment, or install it as editable."
+                )
+            made.unlink()
+            after = _measure_checkout(ROOT, command, made)
+        except RuntimeError as error:
+            complain(f"bench ops: `--base` {options.base}: {error}")
+            return 2
     sys.stdout.write(side_by_side(before, after))
     if options.output is not None:
         for row in (*before, *after):

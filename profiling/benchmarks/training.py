@@ -324,15 +324,6 @@ def row_of(
     }
 
 
-def record(system: str, setup: Setup, steps: int, folder: Path) -> Path:
-    if system == "transformers":
-        raise ValueError("only our own steps have ranges to be recorded with: leave it out")
-    warm = 3
-    timed = setup.batches(system, steps)
-    batches = [timed[number % steps] for number in range(warm)] + timed
-    return Effasr(setup.config, setup.copy(), setup.device).record(batches, warm, folder)
-
-
 # --- jobs: an error of one ends no other ----------------------------------------------------------
 
 
@@ -399,11 +390,10 @@ def run_apart(
 def _verdict(job: Job, ended: gpu_processes.Ended) -> Verdict:
     if ended.code == 0:
         return Verdict(job)
-    lines = [line for line in ended.lines if line.startswith(_PREFIX)]
-    reason = lines[-1].removeprefix(_PREFIX) if lines and ended.code is not None else ended.reason
-    for prefix in (job.name, "left out", "failed"):
-        reason = reason.removeprefix(f"{prefix}: ")
-    return Verdict(job, "left out" if ended.code == LEFT_OUT else "failed", reason)
+    status = "left out" if ended.code == LEFT_OUT else "failed"
+    prefix = Verdict(job, status).line()
+    lines = [line.removeprefix(prefix) for line in ended.lines if line.startswith(prefix)]
+    return Verdict(job, status, lines[-1] if lines and ended.code is not None else ended.reason)
 
 
 def summarize(verdicts: Sequence[Verdict]) -> str:
@@ -438,9 +428,13 @@ def _run_here(chosen: Sequence[Job], options: argparse.Namespace, *, on_gpu: boo
         if options.profile is None:
             ready[job] = Prepared.of(job.system, changed, options.steps, warm)
             return
+        if job.system == "transformers":
+            raise ValueError("only our own steps have ranges to be recorded with: leave it out")
+        timed = changed.batches(job.system, options.steps)
+        batches = [timed[number % options.steps] for number in range(3)] + timed
         name = job.system if job.mode == "eager" else f"{job.system}_{job.mode}"
-        trace = record(job.system, changed, options.steps, options.profile / name)
-        harness.show(f"{job.system}: {trace}")
+        trainer = Effasr(changed.config, changed.copy(), changed.device)
+        harness.show(f"{job.system}: {trainer.record(batches, 3, options.profile / name)}")
 
     for job in chosen:
         if "graph" in job.mode and not on_gpu:

@@ -248,6 +248,7 @@ class Padded:
     """A batch padded to its longest utterance: f (B, T, J), g (B, U + 1, J), targets (B, U)."""
 
     def __init__(self, batch: Batch, dtype: torch.dtype | None = None):
+        self.batch = batch
         paddings = {"encoded": batch.frames, "predicted": batch.labels.lengthened(1)}
         self._paddings = {name: Padding(layout) for name, layout in paddings.items()}
         self.leaves: dict[str, Tensor] = {}
@@ -258,81 +259,43 @@ class Padded:
         self.targets = batch.targets.new_zeros(batch.labels.num_sequences, batch.labels.max_seqlen)
         column = torch.arange(self.targets.shape[1], device=self.targets.device)
         self.targets[column < batch.nodes.states[:, None] - 1] = batch.targets
-        self.frame_counts = self._paddings["encoded"].lengths.int()
-        self.label_counts = (self._paddings["predicted"].lengths - 1).int()
+        # Of frames and of labels, int32.
+        self.lengths = (
+            self._paddings["encoded"].lengths.int(),
+            (self._paddings["predicted"].lengths - 1).int(),
+        )
 
     def packed(self, name: str, x: Tensor) -> Tensor:
         padding = self._paddings.get(name)
         return x if padding is None else padding.pack(x)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some utterances of a padded batch."""
-
-    nodes: Nodes
-    targets: Tensor  # (b, U), int64, no longer than the longest of them
-    frame_counts: Tensor  # (b,), int32
-    label_counts: Tensor
-    blank_id: int
-
-    @property
-    def lengths(self) -> tuple[Tensor, Tensor]:
-        return self.frame_counts, self.label_counts
-
-    def classes(self, shape: torch.Size) -> Tensor:
-        return F.pad(self.targets, (0, 1))[:, None, :, None].expand(*shape[:3], 1)
-
-    def index(self, shape: torch.Size) -> Tensor:
-        """Return the index of each packed node in the padded shape (b, T, U + 1, ...)."""
-        sequence, frame, state = self.nodes.positions(0, self.nodes.count)
-        return (sequence * shape[1] + frame) * shape[2] + state
+Loss = Callable[[Tensor, Padded], Tensor]
+"""Computes losses (B,) from logits (B, T, U + 1, V)."""
 
 
-Loss = Callable[[Tensor, Part], Tensor]
-"""Computes losses (b,) from logits (b, T, U + 1, V)."""
-
-
-def padded(
-    batch: Batch, loss: Loss, *, size: int | None = None, dtype: torch.dtype | None = None
-) -> Contender:
-    """Joint and projection of padded tensors, then a loss; of sub-batches where ``size`` is given.
-
-    The latter is how NeMo bounds the joint (``fused_batch_size``): a Python loop over the batch,
-    each sub-batch cut to its longest utterance, one backward in the end.
-    """
+def padded(batch: Batch, loss: Loss, *, dtype: torch.dtype | None = None) -> Contender:
+    """Joint and projection of padded tensors, then a loss."""
     whole = Padded(batch, dtype)
-    sequences = batch.frames.num_sequences
-    spans = []
-    for begin in range(0, sequences, size or sequences):
-        span = slice(begin, begin + (size or sequences))
-        frames, labels = (
-            PackedLayout.from_lengths(layout.lengths[span], batch.encoded.device)
-            for layout in (batch.frames, batch.labels)
-        )
-        targets = whole.targets[span, : labels.max_seqlen].contiguous()
-        counts = whole.frame_counts[span], whole.label_counts[span]
-        spans.append((span, Part(Nodes(frames, labels), targets, *counts, batch.blank_id)))
 
     def call() -> Tensor:
         encoded, predicted, weight, bias = whole.leaves.values()
-        losses = []
-        for span, part in spans:
-            f = encoded[span, : part.nodes.frames.max_seqlen, None]
-            g = predicted[span, None, : part.nodes.labels.max_seqlen + 1]
-            losses.append(loss(F.linear((f + g).relu_(), weight, bias), part).float())
-        return torch.cat(losses)
+        hidden = (encoded[:, :, None] + predicted[:, None]).relu_()
+        return loss(F.linear(hidden, weight, bias), whole).float()
 
     return Contender(whole.leaves, call, [batch.upstream], whole.packed)
 
 
-def plain(logits: Tensor, part: Part) -> Tensor:
+def plain(logits: Tensor, whole: Padded) -> Tensor:
     """Compute losses with autograd: log-probabilities of all classes, then blank and label."""
+    batch, shape = whole.batch, logits.shape
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
-    labels = log_probs.gather(3, part.classes(logits.shape))
-    index = part.index(logits.shape)
-    planes = (x.flatten().index_select(0, index) for x in (log_probs[..., part.blank_id], labels))
-    return part.nodes.losses(*planes)
+    # The label of each node, 0 for none.
+    classes = F.pad(whole.targets, (0, 1))[:, None, :, None].expand(*shape[:3], 1)
+    sequence, frame, state = batch.nodes.positions(0, batch.nodes.count)
+    index = (sequence * shape[1] + frame) * shape[2] + state
+    both = log_probs[..., batch.blank_id], log_probs.gather(3, classes)
+    return batch.nodes.losses(*(x.flatten().index_select(0, index) for x in both))
 
 
 def chunked(batch: Batch, rows: int) -> Contender:
@@ -440,34 +403,25 @@ def _torchaudio(batch: Batch, dtype: torch.dtype) -> Contender:
     if batch.padded_logits >= 2**31:
         raise ValueError(f"{batch.padded_logits} logits, but its offsets have 32 bits")
 
-    def loss(logits: Tensor, part: Part) -> Tensor:
-        inputs = logits, part.targets.int(), *part.lengths
-        return rnnt_loss(*inputs, blank=part.blank_id, reduction="none")
+    def loss(logits: Tensor, whole: Padded) -> Tensor:
+        inputs = logits, whole.targets.int(), *whole.lengths
+        return rnnt_loss(*inputs, blank=batch.blank_id, reduction="none")
 
     return padded(batch, loss, dtype=dtype)
-
-
-def _transformers(batch: Batch) -> Contender:
-    """Hugging Face's RNN-T loss, which casts all logits to float32 for that of torchaudio."""
-    from transformers.loss.loss_rnnt import rnnt_loss
-
-    def loss(logits: Tensor, part: Part) -> Tensor:
-        return rnnt_loss(logits, part.targets, *part.lengths, part.blank_id, reduction="none")
-
-    return padded(batch, loss)
 
 
 def _transformers_tdt(batch: Batch) -> Contender:
     """Hugging Face's TDT loss: in torch, one diagonal of the lattice after the other."""
     from transformers.loss.loss_tdt import tdt_loss
 
-    def loss(logits: Tensor, part: Part) -> Tensor:
+    def loss(logits: Tensor, whole: Padded) -> Tensor:
+        frames, labels = (lengths.long() for lengths in whole.lengths)
         return tdt_loss(
             *logits.split([batch.blank_id + 1, len(batch.durations)], -1),
-            targets=part.targets,
-            logit_lengths=part.frame_counts.long(),
-            target_lengths=part.label_counts.long(),
-            blank_token_id=part.blank_id,
+            targets=whole.targets,
+            logit_lengths=frames,
+            target_lengths=labels,
+            blank_token_id=batch.blank_id,
             durations=list(batch.durations),
             reduction="none",
         )
@@ -475,27 +429,13 @@ def _transformers_tdt(batch: Batch) -> Contender:
     return padded(batch, loss)
 
 
-def _numba(batch: Batch) -> Contender:
-    """NeMo's loop with NeMo's own loss, which is also a package by itself; float32 logits."""
-    from warprnnt_numba import RNNTLossNumba  # pyright: ignore[reportMissingImports]
-
-    module = RNNTLossNumba(blank=batch.blank_id, reduction="none")
-
-    def loss(logits: Tensor, part: Part) -> Tensor:
-        return module(logits.float(), part.targets.int(), *part.lengths)
-
-    return padded(batch, loss, size=16 if batch.encoded.is_cuda else 2)
-
-
 # In order: those that fit into memory before those that may not.
 PEERS: dict[str, Peer] = {
     "FlashRNNT's way, in torch": lambda batch: chunked(
         batch, 200_000 if batch.encoded.is_cuda else 50
     ),
-    "NeMo's way, warprnnt_numba": _numba,
     "torchaudio float16": lambda batch: _torchaudio(batch, torch.float16),
     "torchaudio float32": lambda batch: _torchaudio(batch, torch.float32),
-    "transformers float32": _transformers,
     "torch dense": lambda batch: padded(batch, plain),
 }
 TDT_PEERS: dict[str, Peer] = {"transformers dense": _transformers_tdt}

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
@@ -161,8 +160,3 @@ def category(func: Any, args: Any, out: Any) -> str:
     if func._schema.name.startswith("aten::_fft"):
         return "fft"
     return next((kind for kind, names in _CATEGORIES.items() if name in names), "elementwise")
-
-
-def math_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of the products of an operator: that of its first floating tensor."""
-    return next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)

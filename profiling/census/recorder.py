@@ -29,7 +29,6 @@ _LARGEST_SEQUENCE_NUMBER = 2**63
 class Entry:
     name: str
     category: str
-    is_kernel: bool
     pass_: str
     place: str
     by_frame: bool
@@ -92,9 +91,9 @@ class Recorder(TorchDispatchMode):
             operators.name_of(func),
             operators.category(func, args, out),
             on_device,
-            launches=count,
-            bytes_=operators.bytes_moved(func, args, kwargs, out, self._device),
-            flops=operators.flops(func, args, kwargs, out) if self._operation is None else 0,
+            count,
+            operators.bytes_moved(func, args, kwargs, out, self._device),
+            operators.flops(func, args, kwargs, out) if self._operation is None else 0,
         )
         return out
 
@@ -108,14 +107,12 @@ class Recorder(TorchDispatchMode):
             # whose number is bounded, and tensors with a row for each frame.
             by_frame = [x for x in tensors if self._frames in x.shape]
             tensors = [x for x in tensors if self._frames not in x.shape]
-        moved = sum(map(operators.size, tensors))
-        self._add(name, "reduction", tensors, launches=1, bytes_=moved, is_kernel=True)
+        self._add(name, "reduction", tensors, 1, sum(map(operators.size, tensors)))
         if by_frame:
-            moved = sum(map(operators.size, by_frame))
-            self._add(name, "reduction", by_frame, launches=0, bytes_=moved, is_kernel=True)
+            self._add(name, "reduction", by_frame, 0, sum(map(operators.size, by_frame)))
 
     def add_flops(self, operation: str, flops: int, tensors: list[Tensor]) -> None:
-        self._add(operation, operation, tensors, launches=0, bytes_=0, flops=flops)
+        self._add(operation, operation, tensors, 0, 0, flops)
 
     @contextmanager
     def within_operation(self, name: str) -> Iterator[None]:
@@ -131,29 +128,18 @@ class Recorder(TorchDispatchMode):
         name: str,
         category: str,
         tensors: list[Tensor],
-        *,
         launches: int,
-        bytes_: int,
+        size: int,
         flops: int = 0,
-        is_kernel: bool = False,
     ) -> None:
-        pass_, position = self._where()
         is_alone = self._operation is None
-        self.entries.append(
-            Entry(
-                name=name,
-                category=self._operation or category,
-                is_kernel=is_kernel,
-                pass_=pass_,
-                place=position,
-                by_frame=any(self._frames in x.shape for x in tensors),
-                launches=launches,
-                bytes=bytes_,
-                flops=flops,
-                is_half=operators.math_dtype(tensors).itemsize == 2,
-                call=next(self._numbers_of_calls) if is_alone else self._call,
-            )
-        )
+        call = next(self._numbers_of_calls) if is_alone else self._call
+        by_frame = any(self._frames in x.shape for x in tensors)
+        # The dtype of the products is that of the first floating tensor.
+        dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
+        place = self._operation or category, *self._where(), by_frame
+        work = launches, size, flops, dtype.itemsize == 2, call
+        self.entries.append(Entry(name, *place, *work))
 
     def _where(self) -> tuple[str, str]:
         if "backward" in self._ranges:

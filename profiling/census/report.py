@@ -39,8 +39,14 @@ def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
     encoder, rows = config.model.encoder, recorded.batch.frames.rows
     between = [x for x in micro_batch if _is_between(x)]
     cells = encoder.layers * rows * encoder.width
-    launches = sum(x.launches for x in micro_batch)
-    reason = _unrecordable_reason(recorded)
+    share = lambda entries: round(_sum(entries, "bytes") / cells, 2)
+    launches_of = lambda entries: _sum(entries, "launches")
+    launches = launches_of(micro_batch)
+    try:
+        check_recordable(recorded.config.model, torch.device("cuda"))
+        reason = None
+    except ValueError as error:
+        reason = str(error)
     return {
         "version": VERSION,
         "model": model,
@@ -52,27 +58,25 @@ def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
             "token_budget": recorded.batch.tokens.layout.rows,
         },
         "parameters": recorded.parameters,
-        "bytes_between_per_frame_channel": _share(between, cells),
-        "bytes_between_of": _grouped(between, _maker, lambda found: _share(found, cells)),
-        "bytes_between_by_pass": _grouped(
-            between, lambda x: x.pass_, lambda found: _share(found, cells)
-        ),
+        "bytes_between_per_frame_channel": share(between),
+        "bytes_between_of": _grouped(between, _maker, share),
+        "bytes_between_by_pass": _grouped(between, lambda x: x.pass_, share),
         "launches_eager": launches,
         "launches_graph": launches if reason else 1,
         "launches_around_graph": (
             0 if reason else len(recorded.batch.tensors()) + _GRAPH_INPUTS_AND_OUTPUTS
         ),
         "graph_refused": reason,
-        "launches_update": sum(x.launches for x in update),
-        "launches_of": _grouped(micro_batch, _kind, lambda found: sum(x.launches for x in found)),
-        "bytes": sum(x.bytes for x in entries),
-        "flops": sum(x.flops for x in entries),
+        "launches_update": launches_of(update),
+        "launches_of": _grouped(micro_batch, _kind, launches_of),
+        "bytes": _sum(entries, "bytes"),
+        "flops": _sum(entries, "flops"),
         "categories": _grouped(entries, _kind, _figures),
         "layers": _grouped(entries, lambda x: layer_of(x.place), _figures),
         "roofline": {
             "device": _DEVICE,
             "ms": roofline_ms(entries),
-            "ms_at_peak_flops": round(1e3 * sum(x.flops for x in entries) / _peak(True), 3),
+            "ms_at_peak_flops": round(1e3 * _sum(entries, "flops") / _peak(True), 3),
         },
         "torch": torch.__version__.split("+")[0],
         "triton": triton.__version__,
@@ -122,17 +126,13 @@ def _maker(entry: Entry) -> str:
     return f"{inner}: {entry.name}"
 
 
-def _share(entries: Iterable[Entry], cells: int) -> float:
-    return round(sum(x.bytes for x in entries) / cells, 2)
+def _sum(entries: Iterable[Entry], figure: str) -> int:
+    return sum(getattr(x, figure) for x in entries)
 
 
 def _figures(entries: list[Entry]) -> dict[str, Any]:
-    return {
-        "launches": sum(x.launches for x in entries),
-        "bytes": sum(x.bytes for x in entries),
-        "flops": sum(x.flops for x in entries),
-        "roofline_ms": roofline_ms(entries),
-    }
+    sums = {name: _sum(entries, name) for name in ("launches", "bytes", "flops")}
+    return {**sums, "roofline_ms": roofline_ms(entries)}
 
 
 def _grouped(
@@ -144,14 +144,6 @@ def _grouped(
         groups[key(entry)].append(entry)
     order = sorted(groups, key=lambda name: (-sum(x.bytes for x in groups[name]), name))
     return {name: figure(groups[name]) for name in order}
-
-
-def _unrecordable_reason(recorded: Recorded) -> str | None:
-    try:
-        check_recordable(recorded.config.model, torch.device("cuda"))
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def table(summary: dict[str, Any]) -> str:

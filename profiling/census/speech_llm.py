@@ -28,7 +28,7 @@ from effasr.training.config import TrainConfig
 
 NAME = "speech_llm_lora"  # the recipe
 
-QWEN3_1_7B = MODELS["qwen3"]["full"] | {"max_position_embeddings": 40_960}
+QWEN3_1_7B = MODELS["qwen3"]
 
 _PROMPT, _TOKENS_PER_SECOND = 24, 3.6
 """Rows of the chat template and the instruction, and tokens of an answer."""

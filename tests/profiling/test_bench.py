@@ -13,7 +13,7 @@ from pathlib import Path
 import bench
 import pytest
 import torch
-from benchmarks import conversations, data, harness, inference, training
+from benchmarks import data, harness, inference, training
 from benchmarks.speech import agreement
 from benchmarks.workload import LISTED, drawn_durations, read_durations
 from hypothesis import given
@@ -51,7 +51,6 @@ def test_subcommands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("training", training.COLUMNS),
         ("inference", inference.COLUMNS),
-        ("conversations", conversations.COLUMNS),
     ],
 )
 def test_columns_are_those_of_the_results(name: str, columns: Sequence[str]) -> None:
@@ -286,36 +285,3 @@ def test_a_disagreement_stops_before_anything_is_timed(
 def test_wrong_shapes(shape: str) -> None:
     with pytest.raises(ValueError, match="must be ENCODER_LAYERS/DECODER_LAYERS"):
         inference.build(shape, TINY, CPU, torch.float32)
-
-
-# --- conversations --------------------------------------------------------------------------------
-
-CONVERSATIONS = "conversations --size tiny --conversations 7 --slots 3 --repeats 1 --peer"
-
-
-@pytest.mark.parametrize("answers", ["transcripts", "replies"])
-@pytest.mark.representative(answers="replies")
-def test_rows_of_both_caches_and_of_transformers(answers: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    command = f"{CONVERSATIONS} --caches contiguous paged --answers {answers}"
-    rows = rows_of(command, tmp_path / "rows.csv")
-    assert [(row["system"], row["cache"]) for row in rows] == [
-        ("effasr", "contiguous"),
-        ("effasr", "paged"),
-        ("transformers", "contiguous"),
-    ]
-    for row in rows:
-        assert row["answers"] == answers
-        assert float(row["agreement"]) > 0.95
-        speed = int(row["tokens"]) / float(row["p50_s"])
-        assert float(row["tokens_per_s"]) == pytest.approx(speed, rel=0.01)
-        assert (row["slots"], row["conversations"], row["dtype"]) == ("3", "7", "float32")
-
-
-def test_systems_that_disagree_are_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong = lambda model, asked, slots: lambda: [[-1] * limit for limit in asked.limits]
-    monkeypatch.setattr(conversations, "peer", wrong)
-    assert rows_of(CONVERSATIONS, tmp_path / "rows.csv", 1) == []
-    assert "only 0.0000 of the tokens of transformers (contiguous" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import gpu
 import gpu_processes
-import gpu_targets
 import gpu_tests
 import pytest
 import yaml
@@ -480,16 +479,16 @@ ROWS = {table: [filled(table, row) for row in rows] for table, rows in MADE_UP["
 
 
 def test_each_target_against_rows() -> None:
-    lines = gpu_targets.table(ROWS, dry=False)
+    lines = gpu.target_lines(ROWS, dry=False)
     assert {what: list(figures) for what, _, *figures in lines} == MADE_UP["expected"]
-    nothing = {name: [] for name in gpu_targets.FILES}
-    assert {line[-1] for line in gpu_targets.table(nothing, dry=False)} == {"not measured"}
-    assert {line[-1] for line in gpu_targets.table(ROWS, dry=True)} <= {"dry run", "not measured"}
+    nothing = {name: [] for name in gpu.FILES}
+    assert {line[-1] for line in gpu.target_lines(nothing, dry=False)} == {"not measured"}
+    assert {line[-1] for line in gpu.target_lines(ROWS, dry=True)} <= {"dry run", "not measured"}
     grown = ROWS | {"memory": [{"peak_memory_bytes": str(n)} for n in range(1, 9)]}
-    (line,) = [x for x in gpu_targets.table(grown, dry=False) if x[0].startswith("growth")]
+    (line,) = [x for x in gpu.target_lines(grown, dry=False) if x[0].startswith("growth")]
     assert line[2:] == ("3 bytes", "missed")
 
 
 def test_half_a_row_is_no_row(tmp_path) -> None:
     (tmp_path / "inference.csv").write_text("system,shape,rtfx\neffasr,32/4,9\neffasr,24")
-    assert len(gpu_targets.read_rows(tmp_path)["inference"]) == 1
+    assert len(gpu.read_rows(tmp_path)["inference"]) == 1
