@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import jiwer
 
+from effasr.evaluation.wer import split_words
+
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
@@ -46,8 +48,8 @@ def _parts(widths: Sequence[int], room: int | None) -> Iterator[slice]:
 
 
 def align(reference: str, hypothesis: str) -> Alignment:
-    """Align two texts with the fewest edits; words are separated by white space."""
-    expected, received = reference.split(), hypothesis.split()
+    """Align two texts with the fewest edits; words are those of `split_words`."""
+    expected, received = split_words(reference), split_words(hypothesis)
     result = jiwer.process_words(" ".join(expected), " ".join(received)).alignments[0]
     words, message, kinds = [], [], []
     for chunk in result:
@@ -64,7 +66,7 @@ def align(reference: str, hypothesis: str) -> Alignment:
 
 def trn_line(text: str, name: str) -> str:
     """Return a line of sclite's trn format: the words, then the utterance in parentheses."""
-    return f"{' '.join(text.split())} ({name})\n".lstrip()
+    return f"{' '.join(split_words(text))} ({name})\n".lstrip()
 
 
 def _shown(word: str | None, other: str | None, kind: str) -> str:

@@ -123,11 +123,11 @@ def _read(folder: Path, system: str | None, set_name: str, normalizer: str | Non
         path = folder / HYPOTHESES
         verify(folder, summary.get("files", {}))
         rows = [parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path)]
-        normalize = get_normalizer(normalizer or summary["normalizer"])
-        errors = {
-            str(row["id"]): count_errors(normalize(row["reference"]), normalize(row["hypothesis"]))
-            for row in rows
-        }
+        errors = {}
+        for row in rows:
+            normalize = get_normalizer(normalizer or summary["normalizer"], row.get("language", ""))
+            texts = normalize(row["reference"]), normalize(row["hypothesis"])
+            errors[str(row["id"])] = count_errors(*texts)
         return Scored(system, set_name, errors, float(summary["rtfx"]), int(summary["failed"]))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(

@@ -19,7 +19,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, ScoredUtterance
-from effasr.evaluation.wer import count_errors
+from effasr.evaluation.wer import ErrorCounts, count_errors
 from effasr.evaluation.word_confidence import judge
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer, Request
@@ -89,7 +89,7 @@ def evaluate(
     valid: all recognised words are insertions. Only the counts depend on the normalizer.
     """
     started = time.perf_counter()
-    normalize = get_normalizer(normalizer)
+    get_normalizer(normalizer)  # an unknown name is the caller's error
     recognizer = Recognizer(model, tokenizer, config)
     settings = recognizer.config
     failed, utterances = [*failures], []
@@ -97,6 +97,7 @@ def evaluate(
         if isinstance(result, Failure):
             failed.append(result)
             continue
+        normalize = get_normalizer(normalizer, prompt.target)
         scored = _scored(reference, prompt, result, normalize)
         words, has_spaces = result.word_confidences, prompt.target not in WITHOUT_SPACES
         if settings.word_confidence and words is not None and has_spaces:
@@ -146,7 +147,8 @@ def evaluate_pairs(
     Pairs in a language that the tokenizer does not know, and those without an expert, are failures.
     """
     started = time.perf_counter()
-    normalize, writer = get_normalizer(normalizer), TextToText(model, tokenizer, config)
+    get_normalizer(normalizer)
+    writer = TextToText(model, tokenizer, config)
     writable, failures = [], []
     for pair in pairs:
         try:
@@ -166,13 +168,17 @@ def evaluate_pairs(
             reference=pair.text,
             hypothesis=text.text,
             duration=0.0,
-            errors=count_errors(normalize(pair.text), normalize(text.text)),
+            errors=_errors(get_normalizer(normalizer, pair.prompt.target), pair.text, text.text),
             truncated=text.truncated,
         )
         for pair, text in zip(writable, written, strict=True)
     ]
     seconds = time.perf_counter() - started
     return Evaluation(normalizer, tuple(utterances), tuple(failures), seconds, method="attention")
+
+
+def _errors(normalize: Callable[[str], str], reference: str, hypothesis: str) -> ErrorCounts:
+    return count_errors(normalize(reference), normalize(hypothesis))
 
 
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:

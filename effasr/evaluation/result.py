@@ -43,6 +43,11 @@ class ScoredUtterance:
     oracle: ErrorCounts | None = None  # errors of the alternative with the fewest
     judged: tuple[Judged, ...] | None = None  # confidence of each word, and whether it is right
 
+    @property
+    def language(self) -> str:
+        """Language of the texts."""
+        return self.group.rpartition("->")[2]
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -117,6 +122,7 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         return {
             **_rates(self.errors),
+            "rate": self.errors.main_rate[0].lower(),
             "wer_interval": self.interval,
             **self._oracle_row(),
             **self._confidence_row(),
@@ -195,6 +201,7 @@ def save(
             "id": utterance.id,
             "reference": utterance.reference,
             "hypothesis": utterance.hypothesis,
+            "language": utterance.language,
             "duration": round(utterance.duration, 3),
             **_listed(utterance.alternatives),
         }
@@ -228,9 +235,9 @@ def _listed(alternatives: Sequence[Alternative]) -> dict[str, Any]:
 
 
 def _write_alignments(evaluation: Evaluation, folder: Path) -> None:
-    normalize = get_normalizer(evaluation.normalizer)
     references, hypotheses, lines = [], [], []
     for utterance in evaluation.utterances:
+        normalize = get_normalizer(evaluation.normalizer, utterance.language)
         reference, hypothesis = normalize(utterance.reference), normalize(utterance.hypothesis)
         name = one_line(utterance.id)
         references.append(trn_line(reference, name))

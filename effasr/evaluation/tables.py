@@ -48,11 +48,14 @@ def wer_table(evaluation: Evaluation) -> str:
     if (interval := evaluation.interval) is not None:
         low, high = map(percent, interval)
         lines.append(
-            f"95 % confidence interval of the WER (bootstrap over utterances): {low} to {high} %"
+            f"95 % confidence interval of the {evaluation.errors.main_rate[0]} (bootstrap over "
+            f"utterances): {low} to {high} %"
         )
     if evaluation.nbest:
-        oracle = percent(evaluation.oracle.wer)
-        lines.append(f"WER of the best of {evaluation.nbest} alternatives (oracle): {oracle} %")
+        rate, oracle = evaluation.oracle.main_rate
+        lines.append(
+            f"{rate} of the best of {evaluation.nbest} alternatives (oracle): {percent(oracle)} %"
+        )
     if (found := evaluation.confidence) is not None and found.words:
         ece, auc = percent(found.ece), "-" if found.auc is None else f"{found.auc:.3f}"
         kind = "calibrated" if evaluation.calibrated else "raw"
@@ -76,8 +79,8 @@ def wer_table(evaluation: Evaluation) -> str:
 
 def worst_table(evaluation: Evaluation, count: int) -> str:
     lines = []
-    normalize = get_normalizer(evaluation.normalizer)
     for utterance in evaluation.worst(count):
+        normalize = get_normalizer(evaluation.normalizer, utterance.language)
         errors = utterance.errors
         aligned = align(normalize(utterance.reference), normalize(utterance.hypothesis))
         lines += [

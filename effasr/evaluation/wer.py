@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cache
 
 import jiwer
 
@@ -20,6 +23,7 @@ class ErrorCounts:
     substitutions: int = 0
     characters: int = 0  # characters of the references; a space between words is one
     character_errors: int = 0  # insertions, deletions and substitutions of characters
+    unspaced: int = 0  # characters of the references in scripts without spaces between words
 
     @property
     def errors(self) -> int:
@@ -34,25 +38,61 @@ class ErrorCounts:
     def cer(self) -> float:
         return self.character_errors / self.characters if self.characters else math.nan
 
+    @property
+    def main_rate(self) -> tuple[str, float]:
+        """The rate that is usual for the script: WER, or CER without spaces between words."""
+        return ("CER", self.cer) if 2 * self.unspaced > self.characters else ("WER", self.wer)
+
+
+# Thai, Lao, Tibetan, Burmese, Khmer, kana and Han.
+_UNSPACED = (
+    "\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf"
+    "\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_CHARACTER = re.compile(f"[{_UNSPACED}]")
+_SPACE_BESIDE = re.compile(f"(?<=[{_UNSPACED}]) | (?=[{_UNSPACED}])")
+
+
+def split_words(text: str) -> list[str]:
+    """Return the units that word errors count, of a normalised text.
+
+    They are words between white space; in scripts without spaces, each letter with its marks.
+    """
+    if not _CHARACTER.search(text):
+        return text.split()
+    return [unit for word in text.split() for unit in _unit().findall(word)]
+
+
+@cache
+def _unit() -> re.Pattern[str]:
+    blocks = *range(0x0E00, 0x10A0), *range(0x1780, 0x1800), 0x3099, 0x309A
+    marks = "".join(chr(code) for code in blocks if unicodedata.category(chr(code))[0] == "M")
+    return re.compile(f"[^{_UNSPACED}]+|[{_UNSPACED}][{marks}]*")
+
 
 def count_errors(reference: str, hypothesis: str) -> ErrorCounts:
     """Align a hypothesis with its reference, with the fewest edits.
 
-    Words are separated by white space; normalise both texts before. Where several alignments are
+    Words are those of `split_words`; normalise both texts before. Where several alignments are
     equally short, the split into the three kinds is the aligner's choice; the sum is unique. All
-    words of a hypothesis of an empty reference are insertions.
+    words of a hypothesis of an empty reference are insertions. Spaces beside characters of scripts
+    without them are no characters.
     """
-    reference, hypothesis = " ".join(reference.split()), " ".join(hypothesis.split())
-    words = jiwer.process_words(reference, hypothesis)
+    expected, received = split_words(reference), split_words(hypothesis)
+    words = jiwer.process_words(" ".join(expected), " ".join(received))
+    reference, hypothesis = (
+        _SPACE_BESIDE.sub("", " ".join(text.split())) for text in (reference, hypothesis)
+    )
     characters = jiwer.process_characters(reference, hypothesis)
     return ErrorCounts(
         utterances=1,
-        words=len(reference.split()),
+        words=len(expected),
         insertions=words.insertions,
         deletions=words.deletions,
         substitutions=words.substitutions,
         characters=len(reference),
         character_errors=characters.insertions + characters.deletions + characters.substitutions,
+        unspaced=len(_CHARACTER.findall(reference)),
     )
 
 

@@ -198,7 +198,7 @@ def test_files(evaluation, tmp_path):
     lines = (folder / "hypotheses.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["id"] for row in rows] == [u.id for u in evaluation.utterances]
-    assert list(rows[1]) == ["id", "reference", "hypothesis", "duration"]
+    assert list(rows[1]) == ["id", "reference", "hypothesis", "language", "duration"]
     assert rows[1]["reference"] == "Three, four!"
     assert rows[1]["duration"] == 0.9
 

@@ -48,6 +48,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
             raise ImportError(name)
         return actual(name, *args, **kwargs)
 
+    get_normalizer.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match="pip install whisper-normalizer"):
         get_normalizer("whisper_english")

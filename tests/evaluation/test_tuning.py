@@ -43,7 +43,7 @@ def draw_lists(config, start, truth=None, *, count=150, size=4, segments=1, seed
             texts.append(listed[int(np.argmax(ranks))].text)
         message = Transcription(str(number), 1.0, "", tuple(parts))
         utterances.append((" ".join(texts), message))
-    return NBestLists(utterances, config, start, str)
+    return NBestLists(utterances, config, start, [str] * len(utterances))
 
 
 def _rank(config, weights, own, ctc, lm, words) -> float:
@@ -112,7 +112,7 @@ def test_what_the_weights_do_not_explain_is_kept():
     )
     message = Transcription("u", 1.0, "a", (Segment(0.0, 1.0, "a", alternatives=listed),))
     start = replace(start, length_penalty=0.0)
-    lists = NBestLists([("a", message)], JOINT, start, str)
+    lists = NBestLists([("a", message)], JOINT, start, [str])
     assert lists.choices(start).tolist() == [0]
 
 
@@ -141,7 +141,7 @@ def test_the_margin_of_a_corrector_is_found():
             segment = Segment(0.0, 1.0, right, alternatives=listed)
         utterances.append((right, Transcription(str(number), 1.0, "", (segment,))))
     start = Weights.from_config(config, "attention")
-    lists = NBestLists(utterances, config, start, str)
+    lists = NBestLists(utterances, config, start, [str] * len(utterances))
     assert sum(lists.word_errors(start)) > 5
     result = best_weights(lists, start, {"corrector_margin": GRIDS["corrector_margin"]})
     assert result.corrector_margin == 3.0

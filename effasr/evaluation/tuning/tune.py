@@ -100,20 +100,21 @@ def tune(
     corrector, its margin alone is chosen, for the other weights as they are given: exactly as
     decoding does.
     """
-    normalize = get_normalizer(normalizer)
+    get_normalizer(normalizer)  # an unknown name is the caller's error
     # The margin of a corrector needs no parts of scores, which the search of the others divides.
     divided = config.corrector is None
     listed = replace(config, nbest=config.nbest or config.beam, score_parts=divided)
     recognizer = Recognizer(model, tokenizer, listed)
     names = tunable(model, config, recognizer.method)
-    failed, utterances = [*failures], []
-    for reference, _, result in transcribe_cuts(recognizer, cuts, on_result):
+    failed, utterances, normalizers = [*failures], [], []
+    for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result):
         if isinstance(result, Failure):
             failed.append(result)
         else:
             utterances.append((reference, result))
+            normalizers.append(get_normalizer(normalizer, prompt.target))
     start = Weights.from_config(config, recognizer.method)
-    lists = NBestLists(utterances, config, start, normalize)
+    lists = NBestLists(utterances, config, start, normalizers)
     before = lists.errors(start)
     if math.isnan(total(before).wer):
         first = f"; the first failed: {failed[0].reason}" if failed else ""

@@ -91,10 +91,13 @@ class NBestLists:
         utterances: Sequence[tuple[str, Transcription]],
         config: DecodingConfig,
         weights: Weights,
-        normalize: Callable[[str], str],
+        normalizers: Sequence[Callable[[str], str]],  # of each utterance
     ) -> None:
-        self._normalize = normalize
-        self._references = [normalize(reference) for reference, _ in utterances]
+        self._normalizers = normalizers
+        self._references = [
+            normalize(reference)
+            for normalize, (reference, _) in zip(normalizers, utterances, strict=True)
+        ]
         self._results = [result for _, result in utterances]
         self._second = config.second_lm is not None
         self._gains: np.ndarray | None = None
@@ -178,7 +181,8 @@ class NBestLists:
     def _count(self, number: int, text: str) -> ErrorCounts:
         key = number, text
         if key not in self._counts:
-            self._counts[key] = count_errors(self._references[number], self._normalize(text))
+            normalized = self._normalizers[number](text)
+            self._counts[key] = count_errors(self._references[number], normalized)
         return self._counts[key]
 
     def oracle(self) -> tuple[ErrorCounts, ...]:

@@ -93,8 +93,12 @@ class RunLog:
     ) -> None:
         evaluation = result.evaluation
         errors = evaluation.errors
+        (rate, value), unit = errors.main_rate, "words"
+        if rate == "CER":
+            unit = "characters"
+        count = getattr(errors, unit)
         self.show(
-            f"step {step}: {name}: WER {100 * errors.wer:.2f} % of {errors.words} words, "
+            f"step {step}: {name}: {rate} {100 * value:.2f} % of {count} {unit}, "
             f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
         )
         for utterance in shown:
