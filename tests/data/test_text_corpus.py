@@ -15,6 +15,7 @@ from effasr.data.mixture import MixConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import train_tokenizer
 from effasr.nn.experts import ExpertsConfig
+from tests.support.corpora import dropped, write_lines
 
 EN = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 DE = ["null", "eins", "zwei", "drei", "vier", "sechs", "sieben", "acht", "neun", "zehn"]
@@ -22,10 +23,8 @@ DE = ["null", "eins", "zwei", "drei", "vier", "sechs", "sieben", "acht", "neun",
 
 @pytest.fixture(scope="module")
 def bilingual(tmp_path_factory):
-    texts = {
-        language: [" ".join(words[(a + b) % 10] for b in range(4)) for a in range(40)]
-        for language, words in (("en", EN), ("de", DE))
-    }
+    rows = [row(n, 4) for n in range(40)]
+    texts = {"en": [x["text"] for x in rows], "de": [x["source_text"] for x in rows]}
     return train_tokenizer(texts, tmp_path_factory.mktemp("tokenizer"), vocab_size=40)
 
 
@@ -40,7 +39,7 @@ def row(index, length):
 
 
 @pytest.fixture
-def manifest(tmp_path, write_lines):
+def manifest(tmp_path):
     return write_lines(tmp_path / "pairs.jsonl", [row(n, 1 + n % 5) for n in range(200)])
 
 
@@ -83,10 +82,8 @@ def test_every_batch_has_the_static_shape(manifest, bilingual):
     assert len({tuple(t.shape for t in batch.tensors()) for batch in batches}) == 1
     batch = batches[0]
     assert batch.frames.rows == corpus.shape.frame_budget
-    assert (batch.frames.max_seqlen_bound, batch.tokens.layout.max_seqlen_bound) == (
-        corpus.lengths.frames.max(),
-        corpus.lengths.tokens.max(),
-    )
+    assert batch.frames.max_seqlen_bound == corpus.lengths.frames.max()
+    assert batch.tokens.layout.max_seqlen_bound == corpus.lengths.tokens.max()
     # Both budgets run out together.
     assert plan.padding_tokens < 0.04
     assert plan.padding_frames < 0.04
@@ -103,13 +100,13 @@ def test_epochs_go_on_where_the_last_one_ended(manifest, bilingual):
     assert times.min() >= 1
 
 
-def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual):
+def test_shares_of_text_are_by_tokens(tmp_path, bilingual):
+    counts = {"many": 360, "few": 40}
     paths = [
-        write_lines(tmp_path / "many.jsonl", [row(n, 4) for n in range(360)]),
-        write_lines(tmp_path / "few.jsonl", [row(n, 4) for n in range(40)]),
+        write_lines(tmp_path / f"{name}.jsonl", [row(n, 4) for n in range(count)])
+        for name, count in counts.items()
     ]
-    sources = {path.stem: str(path) for path in paths}
-    mix = configuration.from_mapping(MixConfig, {"sources": sources, "temperature": 0.5})
+    mix = MixConfig(sources={path.stem: str(path) for path in paths}, temperature=0.5)
     config = DataConfig(mix=mix, micro_batches=2, text_share=0.5)
     corpus = TextCorpus.load(paths, bilingual, config, token_budget=300, sources=[0, 1])
     assert corpus.shares.asked == pytest.approx((0.75, 0.25), abs=0.01)
@@ -119,14 +116,12 @@ def test_shares_of_text_are_by_tokens(tmp_path, write_lines, bilingual):
 
 
 @pytest.fixture
-def unlike(tmp_path, write_lines):
+def unlike(tmp_path):
     """Manifests of pairs with much to read and little to write, and the other way round."""
     many = [row(n, 8) | {"text": EN[n % 10]} for n in range(400)]
     few = [row(n, 8) | {"source_text": DE[n % 10]} for n in range(100)]
-    return [
-        write_lines(tmp_path / "read.jsonl", many),
-        write_lines(tmp_path / "write.jsonl", few),
-    ]
+    manifests = {"read": many, "write": few}
+    return [write_lines(tmp_path / f"{name}.jsonl", rows) for name, rows in manifests.items()]
 
 
 def shares(paths, **fields):
@@ -159,7 +154,7 @@ def test_pairs_alone_are_drawn_by_the_shares(unlike, bilingual):
         TextCorpus.load_alone(unlike, bilingual, hours, sources=[0, 1])
 
 
-def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual):
+def test_what_cannot_be_trained_on_is_listed(tmp_path, bilingual):
     rows = [
         row(0, 3),
         row(1, 3) | {"text": " "},
@@ -171,7 +166,7 @@ def test_what_cannot_be_trained_on_is_listed(tmp_path, write_lines, bilingual):
     ]
     path = write_lines(tmp_path / "p.jsonl", rows)
     corpus = load(path, bilingual, max_positions=20)
-    assert [(drop.id, drop.reason) for drop in corpus.dropped] == [
+    assert dropped(corpus) == [
         ("p.jsonl:2", "empty_text"),
         ("p.jsonl:3", "unknown_language"),
         ("p.jsonl:4", "over_token_budget"),
@@ -202,7 +197,7 @@ def test_the_fingerprint_follows_texts_and_order(manifest, bilingual):
         ({"task": "transcribe"}, "p.jsonl:2: `target` must be 'de'"),
     ],
 )
-def test_lines_that_are_no_pairs_are_refused(tmp_path, write_lines, change, message):
+def test_lines_that_are_no_pairs_are_refused(tmp_path, change, message):
     path = write_lines(tmp_path / "p.jsonl", [row(0, 2), row(1, 2) | change])
     with pytest.raises(ValueError, match=message):
         list(pairs(path))
@@ -231,7 +226,7 @@ def test_an_empty_batch_is_all_tail(manifest, bilingual):
     assert torch.equal(batch.targets, torch.full_like(batch.targets, IGNORED))
 
 
-def test_the_source_of_a_line_chooses_the_expert(tmp_path, write_lines, bilingual):
+def test_the_source_of_a_line_chooses_the_expert(tmp_path, bilingual):
     named = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
     rows = [row(n, 2) | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n in range(6)]
     path = write_lines(tmp_path / "named.jsonl", rows)
@@ -244,10 +239,8 @@ def test_the_source_of_a_line_chooses_the_expert(tmp_path, write_lines, bilingua
     assert batch.expert[:5].tolist() == [1, 0, 1, 1, 0]
     assert batch.expert.shape == nothing.expert.shape == (corpus.shape.max_sequences,)
     # A resumed run notices another source of the same texts.
-    other_items = write_lines(
-        tmp_path / "others.jsonl", [item | {"source": "ctc"} for item in rows]
-    )
-    assert load(other_items, bilingual).fingerprint != corpus.fingerprint
+    others = write_lines(tmp_path / "others.jsonl", [x | {"source": "ctc"} for x in rows])
+    assert load(others, bilingual).fingerprint != corpus.fingerprint
     assert corpus.prompt == Prompt("de", "en", "translate")
     unnamed = load(write_lines(tmp_path / "unnamed.jsonl", [row(0, 2)]), bilingual)
     with pytest.raises(ValueError, match=r"source of an utterance must be one of rnnt, ctc.*not"):

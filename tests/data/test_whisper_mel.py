@@ -60,13 +60,6 @@ def test_rows_are_those_of_transformers(minimum_s: float, tail: int, bins: int) 
     assert mel.mask.sum() == 2 * sum(frames)
 
 
-def test_chunks_are_one_computation(monkeypatch) -> None:
-    config = FeatureConfig(**WHISPER, minimum_s=2.0)
-    whole = compute(config, waves())[1].values
-    monkeypatch.setattr("effasr.data.features.log_mel._CHUNK_ROWS", {"cpu": 37})
-    assert torch.equal(compute(config, waves())[1].values, whole)
-
-
 def test_masks_hide_no_silence() -> None:
     config = FeatureConfig(**WHISPER, minimum_s=2.0)
     frames, mel = compute(config, waves(), tail=3)

@@ -436,8 +436,10 @@ NEMO_TURNS = [
     {"from": "User", "value": "a.wav", "type": "audio", "duration": 0.1},
     {"from": "Assistant", "value": "the fox", "type": "text"},
 ]
-# Of data: the files, how they are read, and the slack.
-DATA: dict[str, tuple[dict[str, Any], Callable[[Path], object], int]] = {
+TALKS = [{"id": "1", "messages": [ASKED, TURNS[1]]}, {"id": "2", "conversations": NEMO_TURNS}]
+PLANNED = [{"duration": 2.5, "num_tokens": 9}, {"duration": 1.0, "text": "the fox", "id": "1"}]
+# Of lines: the files, and how they are read.
+LINES: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
     "kaldi": (
         {
             "a.wav": 0.2,
@@ -447,44 +449,27 @@ DATA: dict[str, tuple[dict[str, Any], Callable[[Path], object], int]] = {
             "utt2spk": "u1 s\nu2 s\n",
         },
         use_manifest,
-        LINE_SLACK,
     ),
     "csv_folder": (
         {"a.wav": 0.2, "metadata.csv": 'file_name,text,id\na.wav,"the, fox",1\na.wav,dog,2\n'},
         use_manifest,
-        LINE_SLACK,
     ),
     "json_folder": (
         {"a.wav": 0.2, "metadata.jsonl": [FOLDER_ROW, FOLDER_ROW | {"id": "2"}]},
         use_manifest,
-        LINE_SLACK,
     ),
-    "librispeech": (
-        {"1/1-0.flac": 0.2, "1/1.trans.txt": "1-0 THE FOX\n"},
-        use_manifest,
-        LINE_SLACK,
-    ),
-    "neighbours": ({"a.wav": 0.2, "a.txt": "the fox\n"}, use_manifest, LINE_SLACK),
-    "plan_list": (
-        {
-            "list.jsonl": [
-                {"duration": 2.5, "num_tokens": 9},
-                {"duration": 1.0, "text": "the fox", "id": "1"},
-            ]
-        },
-        use_plan,
-        LINE_SLACK,
-    ),
+    "librispeech": ({"1/1-0.flac": 0.2, "1/1.trans.txt": "1-0 THE FOX\n"}, use_manifest),
+    "neighbours": ({"a.wav": 0.2, "a.txt": "the fox\n"}, use_manifest),
+    "plan_list": ({"list.jsonl": PLANNED}, use_plan),
     "plan_table": (
         {
             "table.tsv": "id\tduration_seconds\tn_tokens\na\t2.5\t9\nb\t1\t\n",
             "seconds.txt": "# of a corpus\n2.5\n1.0\n",
         },
         use_plan,
-        LINE_SLACK,
     ),
-    "text_pairs": ({"pairs.jsonl": [PAIR, PAIR]}, use_text_pairs, LINE_SLACK),
-    "arpa": ({"lm.arpa.gz": ARPA}, use_arpa, LINE_SLACK),
+    "text_pairs": ({"pairs.jsonl": [PAIR, PAIR]}, use_text_pairs),
+    "arpa": ({"lm.arpa.gz": ARPA}, use_arpa),
     "evaluation": (
         {
             "wer.json": {"normalizer": "basic", "rtfx": 3.0, "failed": 0, "wer": 0.5, "words": 2},
@@ -493,35 +478,10 @@ DATA: dict[str, tuple[dict[str, Any], Callable[[Path], object], int]] = {
             ],
         },
         lambda folder: compare(read_run(folder)),
-        LINE_SLACK,
     ),
-    "bucket_table": (
-        {
-            "buckets.json": {
-                "bucket_duration_bins": [[2.0, 10], [4.0, 20]],
-                "bucket_batch_size": [8, 4],
-            }
-        },
-        lambda folder: BucketTable.load(folder / "buckets.json"),
-        16 << 20,
-    ),
-    "conversations": (
-        {
-            "a.wav": 0.2,
-            "conversations.jsonl": [
-                {"id": "1", "messages": [ASKED, TURNS[1]]},
-                {"id": "2", "conversations": NEMO_TURNS},
-            ],
-        },
-        use_conversations,
-        LINE_SLACK,
-    ),
-    "recipe": (
-        {"recipe.yaml": (config.RECIPES / "demo.yaml").read_bytes()},
-        lambda folder: config.load(TrainConfig, folder / "recipe.yaml"),
-        16 << 20,
-    ),
+    "conversations": ({"a.wav": 0.2, "conversations.jsonl": TALKS}, use_conversations),
 }
+BUCKETS = {"bucket_duration_bins": [[2.0, 10], [4.0, 20]], "bucket_batch_size": [8, 4]}
 LABELS = {
     "labels.json": {"method": "ctc"},
     "journal.jsonl": [
@@ -558,7 +518,14 @@ READERS = {
         lambda x: write_decoding(x / "decoding.yaml", DecodingConfig(beam=4), "x"),
         lambda x: DecodingConfig(**read_decoding(x / "decoding.yaml", {})),
     ),
-    **{name: Reader(files(contents), *use) for name, (contents, *use) in DATA.items()},
+    **{name: Reader(files(contents), use, LINE_SLACK) for name, (contents, use) in LINES.items()},
+    "bucket_table": Reader(
+        files({"buckets.json": BUCKETS}), lambda folder: BucketTable.load(folder / "buckets.json")
+    ),
+    "recipe": Reader(
+        files({"recipe.yaml": (config.RECIPES / "demo.yaml").read_bytes()}),
+        lambda folder: config.load(TrainConfig, folder / "recipe.yaml"),
+    ),
     "manifest": Reader(
         MANIFEST_FILES, lambda folder: use_manifest(folder / "manifest.jsonl"), LINE_SLACK
     ),

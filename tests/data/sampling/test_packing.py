@@ -23,7 +23,7 @@ from effasr.data.sampling.packing import (
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import hashes
 
-PINNED = "3311c9068466c001"
+PINNED = {"carry": "3311c9068466c001", "exact": "2bd087d6e6e62293"}
 
 
 def lengths_of(frames: list[int], tokens: list[int]) -> UtteranceLengths:
@@ -146,42 +146,18 @@ def test_a_large_node_budget_is_kept_in_coarse_units() -> None:
     assert sorted(plan.indices.tolist()) == list(range(80))
 
 
-def test_the_plan_depends_on_its_arguments_alone() -> None:
-    lengths, shape = commands(500), StaticShape(500, 273, 60)
-    for epoch_end in ("carry", "exact"):
-        options = {"micro_batches": 2, "seed": 3, "epoch": 4, "epoch_end": epoch_end}
-        item, other = (planned(lengths, shape, **options) for _ in range(2))
-        for name in ("indices", "offsets", "deferred"):
-            np.testing.assert_array_equal(getattr(item, name), getattr(other, name))
-
-
-def test_the_plan_is_pinned() -> None:
+@pytest.mark.parametrize("epoch_end", PINNED)
+def test_the_plan_is_pinned(epoch_end: EpochEnd) -> None:
     """A run that resumes on another machine, or with another numpy, must see the same plan."""
     random = hashes(3000, seed=0, epoch=0)
     frames = (10 + random % 90 + (random >> 20) % 40).astype(np.int32)
     tokens = (frames // 4 + 5 + (random >> 40) % 9).astype(np.int32)
     shape = StaticShape(1000, 320, 125)
-    plan = planned(UtteranceLengths(frames, tokens), shape, micro_batches=4, seed=7, epoch=2)
+    options = {"micro_batches": 4, "seed": 7, "epoch": 2, "epoch_end": epoch_end}
+    plan = planned(UtteranceLengths(frames, tokens), shape, **options)
     digest = hashlib.sha256(plan.indices.astype("<i4").tobytes())
     digest.update(plan.offsets.astype("<i8").tobytes())
-    assert digest.hexdigest()[:16] == PINNED
-
-
-def test_a_run_resumed_with_other_ranks_sees_each_utterance_once() -> None:
-    lengths, shape = commands(700), StaticShape(500, suggest_token_budget(commands(700), 500), 60)
-    seen = Counter[int]()
-    position = 0
-    plans = [planned(lengths, shape, micro_batches=6, seed=1, epoch=epoch) for epoch in range(3)]
-    steps = [(plan, step) for plan in plans for step in range(plan.num_steps)]
-    for world_size, stop in ((2, 5), (3, 12), (1, len(steps))):
-        for plan, step in steps[position:stop]:
-            for rank in range(world_size):
-                for batch in plan.step(step)[rank::world_size]:
-                    seen.update(batch.tolist())
-        position = stop
-    deferred = set(plans[-1].deferred.tolist())
-    assert deferred
-    assert all(seen[i] == 3 - (i in deferred) for i in range(len(lengths)))
+    assert digest.hexdigest()[:16] == PINNED[epoch_end]
 
 
 @pytest.mark.parametrize(
@@ -209,16 +185,6 @@ def test_the_other_budget_having_rows_to_spare_costs_nothing(factor: float) -> N
     assert min(plan.padding_frames, plan.padding_tokens) <= 0.006
 
 
-def test_epochs_and_seeds_differ() -> None:
-    lengths, shape = commands(300), StaticShape(250, 140, 40)
-    orders = {
-        tuple(planned(lengths, shape, micro_batches=2, seed=seed, epoch=epoch).indices)
-        for seed in range(3)
-        for epoch in range(3)
-    }
-    assert len(orders) == 9
-
-
 @pytest.mark.parametrize(("count", "budget"), [(2700, 8000), (5300, 8000), (5300, 24_000)])
 def test_ranks_wait_for_nobody(count: int, budget: int) -> None:
     """As LibriSpeech's dev sets: eight ranks, a few steps an epoch."""
@@ -241,17 +207,6 @@ def test_a_heavy_joint_is_balanced_too() -> None:
         assert imbalance(work, 16, world_size).max() <= 0.005
 
 
-def test_no_utterance_is_absent_from_two_epochs_running() -> None:
-    lengths = commands(700)
-    shape = StaticShape(500, suggest_token_budget(lengths, 500), 62)
-    before = np.ones(len(lengths), bool)
-    for epoch in range(8):
-        plan = planned(lengths, shape, micro_batches=8, epoch=epoch)
-        there = np.isin(np.arange(len(lengths)), plan.indices)
-        assert (before | there).all()
-        before = there
-
-
 def test_long_utterances_share_micro_batches_as_if_drawn_at_random() -> None:
     lengths = commands(2000)
     shape = StaticShape(2000, suggest_token_budget(lengths, 2000), 250)
@@ -265,13 +220,6 @@ def test_long_utterances_share_micro_batches_as_if_drawn_at_random() -> None:
         total = float(there.sum())
         expected += total * (total - 1) / len(there)
     assert 0.85 <= pairs / expected <= 1.05
-
-
-def test_utterances_that_fill_the_budget_are_planned() -> None:
-    lengths = lengths_of([100] + [7] * 200, [3] + [2] * 200)
-    shape = StaticShape(100, 40, 20)
-    plans = [planned(lengths, shape, epoch=epoch) for epoch in range(8)]
-    assert sum(int((plan.indices == 0).sum()) for plan in plans) >= 7
 
 
 @pytest.mark.parametrize("epoch_end", ["carry", "exact"])
