@@ -1,25 +1,26 @@
-"""The FastConformer encoder over many streams, chunk by chunk, with states of constant size."""
+"""The FastConformer encoder over many streams, chunk by chunk, with states of constant size.
+
+`EncoderStep` is a function of tensors in plain PyTorch, so that it can be exported as a graph;
+`StreamingEncoder` keeps its caches.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from effasr.data.features.config import FeatureConfig
-from effasr.data.features.frame_geometry import Framing
-from effasr.data.features.log_mel import MelFrames
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, FastConformerEncoder
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.checks import check
 from effasr.nn.convolution import BatchNorm, ConformerConvolution
 from effasr.nn.positions import sinusoids
-from effasr_kernels import Context, PackedLayout
-from effasr_kernels.attention.position import angles, rotate
+from effasr_kernels import Context, Rotary
 
 MOST_FRAMES = 10_000
 """Frames of a chunk, or before it, in a stream: 13 minutes of 80 ms each. A model of others may ask
@@ -68,6 +69,153 @@ def check_streamable(config: object, context: Context | None) -> Context:
     return context
 
 
+class StreamCaches(NamedTuple):
+    """State of B streams between chunks; zeros at first."""
+
+    mel: Tensor  # float32 (B, kept s, mel_bins), the last rows
+    keys: Tensor  # (layers, B, left, heads, head_dim)
+    values: Tensor  # (layers, B, left, heads, head_dim)
+    convolved: Tensor  # (layers, B, conv_kernel - 1, 2 width), inputs of the convolutions
+    frames: Tensor  # int64 (B,), frames so far
+    missing: Tensor  # int64 (B,), rows that the last chunk lacked
+
+
+class EncoderStep(nn.Module):
+    """The encoder over the next chunk of each stream: c frames of s = ``subsampling`` mel rows."""
+
+    def __init__(self, encoder: FastConformerEncoder, mel_bins: int, context: Context | None):
+        super().__init__()
+        self.context = check_streamable(encoder.config, context)
+        self.left = cast(int, self.context.left)
+        self.encoder, self.mel_bins = encoder, mel_bins
+        # Slots of mel rows that a frame reads beside its own.
+        self.kept = 2 if encoder.config.causal_subsampling else 1
+
+    def begin(self, streams: int) -> StreamCaches:
+        config, weight = self.encoder.config, self.encoder.subsampling.conv.weight
+        heads, head_dim = config.heads, config.width // config.heads
+        keys, values = (
+            weight.new_zeros(config.layers, streams, self.left, heads, head_dim) for _ in range(2)
+        )
+        frames, missing = (weight.new_zeros(streams, dtype=torch.int64) for _ in range(2))
+        rows = self.kept * config.subsampling
+        return StreamCaches(
+            weight.new_zeros(streams, rows, self.mel_bins, dtype=torch.float32),
+            keys,
+            values,
+            weight.new_zeros(config.layers, streams, config.conv_kernel - 1, 2 * config.width),
+            frames,
+            missing,
+        )
+
+    @torch.no_grad()
+    def tables(self) -> list[Tensor | None]:
+        """The table of relative positions of each layer, which depends on the weights alone."""
+        return [self._table(cast(ConformerLayer, layer).self_attn) for layer in self.encoder.layers]
+
+    def forward(
+        self,
+        features: Tensor,  # float32 (B, s c, mel_bins), real rows followed by arbitrary ones
+        lengths: Tensor,  # int64 (B,), real rows: s c, fewer only in the last chunk
+        frames: Tensor,  # int64 (B,), c, fewer in the last chunk, 0 for a stream left as it is
+        caches: StreamCaches,
+        tables: Sequence[Tensor | None] | None = None,  # from `tables`, to compute them once
+    ) -> tuple[Tensor, StreamCaches]:
+        """Encode a chunk of each stream, (B, c, width); the frames of a stream come first."""
+        config, chunk, active = self.encoder.config, self.context.chunk, frames > 0
+        x = self._subsampled(features, lengths, caches)
+        position = torch.arange(self.left + chunk, device=x.device) - self.left
+        seen = (position >= -caches.frames[:, None]) & (position < frames[:, None])
+        # A softmax over nothing would be NaN.
+        seen = seen | ~active[:, None]
+        after: tuple[list[Tensor], ...] = ([], [], [])  # Keys, values, inputs of convolutions
+
+        def append(kind: int, before: Tensor, new: Tensor) -> Tensor:
+            """The rows of a layer's cache and new ones, of which the next step sees the last."""
+            cache = before[len(after[kind])]
+            both = torch.cat([cache, new], 1)
+            after[kind].append(_last_rows(cache, both, active).to(cache.dtype))
+            return both
+
+        def attend(module: SelfAttention, x: Tensor) -> Tensor:
+            shape = -1, chunk, 3, module.heads, module.head_dim
+            q, k, v = module.qkv_proj(x).view(shape).unbind(2)
+            table = self._table(module) if tables is None else tables[len(after[0])]
+            keys, values = append(0, caches.keys, k), append(1, caches.values, v)
+            scores = self._scores(module, q.transpose(1, 2), keys.transpose(1, 2), table)
+            scores = (scores * module.head_dim**-0.5).masked_fill(~seen[:, None, None], -torch.inf)
+            y = scores.softmax(-1).to(values.dtype) @ values.transpose(1, 2)
+            return module.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
+
+        def convolve(module: ConformerConvolution, x: Tensor) -> Tensor:
+            both = append(2, caches.convolved, module.pointwise1(x).unflatten(0, (-1, chunk)))
+            taps, bias = module.depthwise.weight, module.depthwise.bias
+            y = F.conv1d(F.glu(both, -1).mT, taps[:, None], bias, groups=taps.shape[0]).mT
+            return module.pointwise2(F.silu(normalized(module, y.flatten(0, 1))))
+
+        for layer in self.encoder.layers:
+            x = conformer(layer, x, attend, convolve)
+        missing = torch.where(active, config.subsampling * chunk - lengths, caches.missing)
+        mel = _last_rows(caches.mel, torch.cat([caches.mel, features], 1), active)
+        keys, values, convolved = (torch.stack(cache) for cache in after)
+        state = StreamCaches(mel, keys, values, convolved, caches.frames + frames, missing)
+        return x.unflatten(0, (-1, chunk)), state
+
+    def _subsampled(self, features: Tensor, lengths: Tensor, caches: StreamCaches) -> Tensor:
+        """The input of the first layer, (B c, width)."""
+        encoder, config = self.encoder, self.encoder.config
+        factor, chunk, cached = config.subsampling, self.context.chunk, self.kept
+        # Rows before a stream and behind it are zeros after every layer.
+        begin = factor * (cached - caches.frames.clamp(max=cached))
+        end = torch.maximum(factor * cached - caches.missing, begin) + lengths
+        x = torch.cat([caches.mel, features], 1)[:, None]
+        x = _zero_outside(x, begin, end)
+        module = encoder.subsampling
+        stages = [(module.conv, None), *module.stages()]
+        for depthwise, pointwise in stages:
+            if config.causal_subsampling:
+                size = end - begin
+                x = F.pad(x, (2, 1, 2, 1))
+                x = F.conv2d(x, depthwise.weight, depthwise.bias, stride=2, groups=depthwise.groups)
+                begin = begin // 2
+                end = begin + size // 2 + 1
+            else:
+                x = depthwise(x)
+                begin, end = begin // 2, (end + 1) // 2
+            if pointwise is not None:
+                x = pointwise(x.movedim(1, -1)).movedim(-1, 1)
+            x = _zero_outside(F.relu(x), begin, end)
+        x = x[:, :, cached : cached + chunk].transpose(1, 2).flatten(2).flatten(0, 1)
+        positions = caches.frames[:, None] + torch.arange(chunk, device=x.device)
+        x = layer_input(encoder, module.linear(x), positions.flatten())
+        return x.float() if encoder.residual_in_fp32 else x
+
+    def _scores(self, module: SelfAttention, q: Tensor, k: Tensor, table: Tensor | None) -> Tensor:
+        """Scores before scaling: (B, H, c, D), (B, H, left + c, D) -> (B, H, c, left + c)."""
+        if not isinstance(module, RelativeSelfAttention):
+            if module.rotary is not None:
+                # Only differences of places matter, so that they count from the oldest key.
+                q, k = rotated(q, module.rotary, self.left), rotated(k, module.rotary)
+            return q @ k.mT
+        assert table is not None
+        by_distance = (q + module.bias_v[:, None]) @ table
+        # Entry 0 is the distance of the first query and the last key.
+        chunk, keys = self.context.chunk, self.left + self.context.chunk
+        query = torch.arange(chunk, device=q.device)[:, None]
+        entry = query + keys - 1 - torch.arange(keys, device=q.device)
+        entry = entry.expand(q.shape[0], module.heads, -1, -1)
+        return (q + module.bias_u[:, None]) @ k.mT + by_distance.gather(-1, entry)
+
+    def _table(self, module: SelfAttention) -> Tensor | None:
+        """The projected distances from 1 - c to left + c - 1: (H, D, R); None if not relative."""
+        if not isinstance(module, RelativeSelfAttention):
+            return None
+        weight, chunk = module.relative_k_proj.weight, self.context.chunk
+        distances = torch.arange(1 - chunk, self.left + chunk, device=weight.device)
+        table = module.relative_k_proj(sinusoids(distances, weight.shape[1]).to(weight.dtype))
+        return table.unflatten(-1, (module.heads, -1)).permute(1, 2, 0)
+
+
 class StreamingEncoder:
     """Encodes chunks of several streams at a time, as the encoder does with the same context.
 
@@ -79,32 +227,18 @@ class StreamingEncoder:
     def __init__(
         self, encoder: FastConformerEncoder, mel_bins: int, slots: int, context: Context | None
     ):
-        self.context = context = check_streamable(encoder.config, context)
+        self._step = EncoderStep(encoder, mel_bins, context)
         check(slots >= 1, "slots", "be at least 1", slots)
-        self.slots, self._encoder = slots, encoder
-        config, remaining = encoder.config, cast(int, context.left)
-        weight = encoder.subsampling.conv.weight
-        heads, head_dim = config.heads, config.width // config.heads
-        zeros = lambda *shape: weight.new_zeros(config.layers, slots, *shape)
-        # Keys and values, and the input of the depthwise convolution, which is zero before a start.
-        self._keys, self._values = (zeros(remaining, heads, head_dim) for _ in range(2))
-        self._convolved = zeros(config.conv_kernel - 1, 2 * config.width)
-        # Slots of mel rows that a frame reads beside its own.
-        self._kept = 2 if config.causal_subsampling else 1
-        rows = self._kept * config.subsampling
-        self._mel = weight.new_zeros(slots, rows, mel_bins, dtype=torch.float32)
-        self._seen = [0] * slots
-        # Rows that the last chunk of a stream lacks, where causal subsampling adds a frame to it.
-        self._missing = [0] * slots
-        self._tables = [self._table(layer.self_attn) for layer in self._layers()]
-        self._rows = PackedLayout.from_lengths([slots * context.chunk], weight.device)
+        self.slots, self._factor = slots, encoder.config.subsampling
+        self._caches, self._tables = self._step.begin(slots), self._step.tables()
 
+    @torch.inference_mode()
     def start(self, slot: int) -> None:
         """Begin a stream in a slot, whose former stream is forgotten."""
-        self._seen[slot] = self._missing[slot] = 0
         # NaN times the weight 0 of a key that is not seen would be NaN.
-        for state in (self._keys, self._values, self._convolved):
-            state[:, slot] = 0
+        for layers in (self._caches.keys, self._caches.values, self._caches.convolved):
+            layers[:, slot] = 0
+        self._caches.frames[slot] = self._caches.missing[slot] = 0
 
     @torch.inference_mode()
     def step(self, mel: Tensor, rows: Sequence[int], frames: Sequence[int] | None = None) -> Tensor:
@@ -116,146 +250,67 @@ class StreamingEncoder:
         """
         # mel: float32 (S, s c, mel_bins), s = ``config.subsampling``; what follows the real rows of
         # a slot is ignored
-        chunk, factor = self.context.chunk, self._encoder.config.subsampling
         if frames is None:
-            frames = [-(-count // factor) for count in rows]
-        x = self._subsample(mel, rows, frames)
-        device = x.device
-        counts = torch.tensor([frames, self._seen], device=device)
-        active = counts[0] > 0
-        seen = self._visible(*counts)
-        for number, layer in enumerate(self._layers()):
-            x = self._layer(number, layer, x, seen, active)
-        last = torch.cat([self._mel, mel], 1)[:, -self._kept * factor :]
-        self._mel = torch.where(active[:, None, None], last, self._mel)
-        self._seen = [before + count for before, count in zip(self._seen, frames, strict=True)]
-        self._missing = [
-            factor * chunk - real if count else before
-            for real, count, before in zip(rows, frames, self._missing, strict=True)
-        ]
-        return x.unflatten(0, (self.slots, chunk))
-
-    def _layers(self) -> list[ConformerLayer]:
-        return [cast(ConformerLayer, layer) for layer in self._encoder.layers]
-
-    def _subsample(self, mel: Tensor, rows: Sequence[int], frames: Sequence[int]) -> Tensor:
-        """The input of the first layer, (S c, width).
-
-        A frame reads the rows of its own slot of s rows and of those before it that are kept.
-        """
-        encoder, config, chunk = self._encoder, self._encoder.config, self.context.chunk
-        factor, device, most = config.subsampling, mel.device, self._kept
-        framing = Framing(hop=1, subsampling=factor, causal=config.causal_subsampling)
-        both = torch.cat([self._mel, mel], 1).unflatten(1, (most + chunk, factor))
-        lengths, real, places, targets = [], [], [], [0] * (self.slots * chunk)
-        for slot, (count, before) in enumerate(zip(frames, self._seen, strict=True)):
-            cached = min(before, most) if count else 0
-            first = slot * (most + chunk) + most - cached
-            for index in range(count):
-                targets[slot * chunk + index] = len(places) + cached + index
-            real.append(max(0, factor * cached - self._missing[slot]) + rows[slot])
-            # Causal convolutions need the zeros of the frame that would follow.
-            lengths.append(framing.frames(real[-1]))
-            places += range(first, first + cached + count)
-            places += [0] * (lengths[-1] - cached - count)
-        total = self.slots * (most + chunk + 1)
-        layout = PackedLayout.from_lengths(
-            lengths, device, rows=total, static_max_seqlen=most + chunk + 1
-        )
-        places += [0] * (total - len(places))
-        values = both.flatten(0, 1)[torch.tensor(places, device=device)].flatten(0, 1)
-        packed = MelFrames(values, layout, torch.tensor(real, device=device), factor)
-        packed = packed.with_values(values.masked_fill(~packed.mask[:, None], 0.0))
-        x = encoder.subsampling(packed)[torch.tensor(targets, device=device)]
-        if encoder.subsampling_norm is not None:
-            x = encoder.subsampling_norm(x)
-        if config.scale_input:
-            x = x * math.sqrt(config.width)
-        if config.input_positions:
-            position = torch.tensor(self._seen, device=device)[:, None]
-            position = (position + torch.arange(chunk, device=device)).flatten()
-            x = torch.add(x, sinusoids(position, config.width).to(x), alpha=config.input_positions)
-        return x.float() if encoder.residual_in_fp32 else x
-
-    def _visible(self, frames: Tensor, before: Tensor) -> Tensor:
-        """Which of the keys, ``left`` earlier ones and c new ones, exist: bool (S, left + c)."""
-        remaining, chunk = cast(int, self.context.left), self.context.chunk
-        position = torch.arange(remaining + chunk, device=frames.device) - remaining
-        seen = (position >= -before[:, None]) & (position < frames[:, None])
-        # A slot without a stream sees zeros, as a softmax over nothing is NaN.
-        return seen | (frames == 0)[:, None]
-
-    def _layer(
-        self, number: int, layer: ConformerLayer, x: Tensor, seen: Tensor, active: Tensor
-    ) -> Tensor:
-        x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
-        x = x + self._attend(number, layer.self_attn, layer.norm_self_att(x), seen, active)
-        x = x + self._convolve(number, layer.conv, layer.norm_conv(x), active)
-        x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
-        return layer.norm_out(x)
-
-    def _attend(
-        self, number: int, module: SelfAttention, x: Tensor, seen: Tensor, active: Tensor
-    ) -> Tensor:
-        shape = self.slots, self.context.chunk, 3, module.heads, module.head_dim
-        q, k, v = module.qkv_proj(x).view(shape).unbind(2)
-        keys = _appended(self._keys[number], k, active)
-        values = _appended(self._values[number], v, active)
-        scores = self._scores(number, module, q, keys) * module.head_dim**-0.5
-        weights = scores.masked_fill(~seen[:, None, None], -torch.inf).float().softmax(-1)
-        y = torch.einsum("nhij,njhd->nihd", weights.to(values.dtype), values)
-        return module.o_proj(y.flatten(2).flatten(0, 1))
-
-    def _scores(self, number: int, module: SelfAttention, q: Tensor, keys: Tensor) -> Tensor:
-        """Scores before scaling: (S, c, H, D), (S, left + c, H, D) -> (S, H, c, left + c)."""
-        table, remaining = self._tables[number], cast(int, self.context.left)
-        if not isinstance(module, RelativeSelfAttention):
-            if module.rotary is not None:
-                # Only differences of places matter, so that they count from the oldest key.
-                layout = PackedLayout.from_lengths([keys.shape[1]], q.device)
-                cos, sin = angles(layout, module.rotary, q)
-                turned = rotate(keys.transpose(0, 1).flatten(1, 2), cos, sin)
-                keys = turned.view(keys.shape[1], self.slots, *keys.shape[2:]).transpose(0, 1)
-                turned = rotate(q.transpose(0, 1).flatten(1, 2), cos[remaining:], sin[remaining:])
-                q = turned.view(q.shape[1], self.slots, *q.shape[2:]).transpose(0, 1)
-            return torch.einsum("nihd,njhd->nhij", q, keys)
-        content = torch.einsum("nihd,njhd->nhij", q + module.bias_u, keys)
-        assert table is not None
-        by_distance = torch.einsum("nihd,rhd->nhir", q + module.bias_v, table)
-        chunk, device = self.context.chunk, q.device
-        query = torch.arange(chunk, device=device)[:, None]
-        # Entry 0 is the distance of the first query and the last key.
-        entry = query + chunk - 1 + remaining - torch.arange(remaining + chunk, device=device)
-        return content + by_distance.gather(-1, entry.expand(*content.shape))
-
-    @torch.inference_mode()
-    def _table(self, module: SelfAttention) -> Tensor | None:
-        """The projected distances from 1 - c to left + c - 1: (R, H, D), or None."""
-        if not isinstance(module, RelativeSelfAttention):
-            return None
-        weight, chunk = module.relative_k_proj.weight, self.context.chunk
-        last = cast(int, self.context.left) + chunk
-        distances = torch.arange(1 - chunk, last, device=weight.device)
-        embeddings = sinusoids(distances, weight.shape[1]).to(weight.dtype)
-        return module.relative_k_proj(embeddings).view(-1, module.heads, module.head_dim)
-
-    def _convolve(
-        self, number: int, module: ConformerConvolution, x: Tensor, active: Tensor
-    ) -> Tensor:
-        new = module.pointwise1(x).unflatten(0, (self.slots, -1))
-        gated = F.glu(_appended(self._convolved[number], new, active), -1)
-        taps, bias = module.depthwise.weight, module.depthwise.bias
-        y = F.conv1d(gated.mT, taps[:, None], bias, groups=taps.shape[0]).mT.flatten(0, 1)
-        if isinstance(module.norm, BatchNorm):
-            y = module.norm(y, self._rows, silu=True)
-        else:
-            y = F.silu(module.norm(y))
-        return module.pointwise2(y)
+            frames = [-(-count // self._factor) for count in rows]
+        counts = torch.tensor([list(rows), list(frames)], device=mel.device)
+        encoded, self._caches = self._step(mel, *counts, self._caches, self._tables)
+        return encoded
 
 
-def _appended(state: Tensor, new: Tensor, active: Tensor) -> Tensor:
-    """Append (S, c, ...) to a state (S, n, ...), which keeps the last n rows of active slots."""
-    both = torch.cat([state, new.to(state.dtype)], 1)
-    last = both[:, both.shape[1] - state.shape[1] :]
-    state.copy_(torch.where(active.view(-1, *[1] * (state.ndim - 1)), last, state))
-    return both
+def layer_input(encoder: FastConformerEncoder, x: Tensor, positions: Tensor) -> Tensor:
+    """The input of the first layer for subsampled frames (..., T, width) at positions (T,)."""
+    config = encoder.config
+    if encoder.subsampling_norm is not None:
+        x = encoder.subsampling_norm(x)
+    if config.scale_input:
+        x = x * math.sqrt(config.width)
+    if config.input_positions:
+        x = x + config.input_positions * sinusoids(positions, config.width).to(x)
+    return x
+
+
+def conformer(
+    module: nn.Module, x: Tensor, attend: Callable[..., Tensor], convolve: Callable[..., Tensor]
+) -> Tensor:
+    """A layer in evaluation mode, with these functions of its modules and their inputs."""
+    layer = cast(ConformerLayer, module)
+    x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
+    x = x + attend(layer.self_attn, layer.norm_self_att(x))
+    x = x + convolve(layer.conv, layer.norm_conv(x))
+    x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
+    return layer.norm_out(x)
+
+
+def normalized(module: ConformerConvolution, x: Tensor) -> Tensor:
+    """Apply the norm of a convolution module to (..., width), in evaluation mode."""
+    norm = module.norm
+    if not isinstance(norm, BatchNorm):
+        return norm(x)
+    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+    return x * scale + (norm.bias - norm.running_mean * scale)
+
+
+def rotated(x: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
+    """Apply rotary embedding to (B, heads, T, D), whose places count from ``first``."""
+    half = rotary.rotated(x.shape[-1]) // 2
+    if not half:
+        return x
+    rates = torch.tensor([rotary.base ** (-c / half) for c in range(half)], device=x.device)
+    angles = (first + torch.arange(x.shape[2], device=x.device))[:, None] * rates
+    cos, sin = angles.cos(), angles.sin()
+    x1, x2, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    return torch.cat([*turned, unrotated] if unrotated.shape[-1] else turned, -1)
+
+
+def _last_rows(cache: Tensor, both: Tensor, active: Tensor) -> Tensor:
+    """The last rows of both, (B, n, ...), for active streams, else the cache."""
+    last = both[:, both.shape[1] - cache.shape[1] :]
+    return torch.where(active.view(-1, *[1] * (cache.ndim - 1)), last, cache)
+
+
+def _zero_outside(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """Set the rows of (B, channels, T, bands) before a begin and from an end on to zero."""
+    rows = torch.arange(x.shape[2], device=x.device)
+    real = (rows >= begin[:, None]) & (rows < end[:, None])
+    return x.masked_fill(~real[:, None, :, None], 0.0)

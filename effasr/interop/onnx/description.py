@@ -65,7 +65,8 @@ def _encoder(outputs: Sequence[str]) -> dict[str, Any]:
 
 
 def _step(step: StreamingStep) -> dict[str, Any]:
-    config, context = step.encoder.config, step.context
+    context = step.encoder_step.context
+    config = step.encoder_step.encoder.config
     causal = config.causal_subsampling
     caches = {
         name: _state(

@@ -110,7 +110,8 @@ def earlier_graphs(directory: Path) -> list[str]:
 
 def _chunk(step: StreamingStep, count: int) -> dict[str, Tensor]:
     """Random features of a chunk of so many streams, the last of which ends in it."""
-    config, chunk = step.encoder.config, step.context.chunk
+    core = step.encoder_step
+    config, chunk = core.encoder.config, core.context.chunk
     draw = torch.Generator().manual_seed(count)
     rows = config.subsampling * chunk
     lengths, frames = torch.full((count,), rows), torch.full((count,), chunk)

@@ -6,8 +6,6 @@ caches and states are inputs and outputs. Speed does not matter here.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -18,17 +16,24 @@ from torch import Tensor, nn
 
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderLayer
-from effasr.model.encoder import ConformerLayer, FastConformerEncoder
-from effasr.model.streaming_encoder import check_streamable
+from effasr.model.encoder import FastConformerEncoder
+from effasr.model.streaming_encoder import (
+    EncoderStep,
+    StreamCaches,
+    conformer,
+    layer_input,
+    normalized,
+    rotated,
+)
 from effasr.model.transducer import Transducer
 from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
-from effasr.nn.convolution import BatchNorm, ConformerConvolution
-from effasr.nn.positions import relative_sinusoids, sinusoids
+from effasr.nn.convolution import ConformerConvolution
+from effasr.nn.positions import relative_sinusoids
 from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredictor
 from effasr.nn.subsampling import ConvSubsampling
 from effasr.nn.transformer_layer import TransformerLayer
-from effasr_kernels import Context, Rotary
+from effasr_kernels import Context
 
 
 class _Heads(nn.Module):
@@ -123,24 +128,11 @@ def _fastconformer(
 ) -> tuple[Tensor, Tensor]:
     """Map (B, T, mel_bins) to (B, T / subsampling, width)."""
     x, lengths = _subsampled(encoder.subsampling, x, lengths)
-    x = _layer_input(encoder, x, torch.arange(x.shape[1], device=x.device))
+    x = layer_input(encoder, x, torch.arange(x.shape[1], device=x.device))
     real = _mask(lengths, x.shape[1])
     for layer in encoder.layers:
-        x = _conformer(layer, x, partial(_self_attention, real), partial(_convolution, real))
+        x = conformer(layer, x, partial(_self_attention, real), partial(_convolution, real))
     return x, lengths
-
-
-def _layer_input(encoder: FastConformerEncoder, x: Tensor, positions: Tensor) -> Tensor:
-    """The input of the first layer for subsampled frames (B, T, width) at positions (B or 1, T)."""
-    config = encoder.config
-    if encoder.subsampling_norm is not None:
-        x = encoder.subsampling_norm(x)
-    if config.scale_input:
-        x = x * math.sqrt(config.width)
-    if config.input_positions:
-        places = sinusoids(positions.flatten(), config.width).view(*positions.shape, -1)
-        x = x + config.input_positions * places
-    return x
 
 
 def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,23 +171,12 @@ def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Te
     return module.linear(x.transpose(1, 2).flatten(2)), lengths
 
 
-def _conformer(
-    module: nn.Module, x: Tensor, attend: Callable[..., Tensor], convolve: Callable[..., Tensor]
-) -> Tensor:
-    layer = cast(ConformerLayer, module)
-    x = x + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(x))
-    x = x + attend(layer.self_attn, layer.norm_self_att(x))
-    x = x + convolve(layer.conv, layer.norm_conv(x))
-    x = x + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(x))
-    return layer.norm_out(x)
-
-
 def _self_attention(real: Tensor, module: SelfAttention, x: Tensor) -> Tensor:
     q, k, v = _heads_qkv(module, x)
     mask = real[:, None, None]
     if not isinstance(module, RelativeSelfAttention):
         if module.rotary is not None:
-            q, k = _rotated(q, module.rotary), _rotated(k, module.rotary)
+            q, k = rotated(q, module.rotary), rotated(k, module.rotary)
         return _joined(module, _attend(q, k, v, mask))
     frames, scale = x.shape[1], module.head_dim**-0.5
     # Sorted from the largest distance to the smallest, so that they follow a query's keys in order.
@@ -217,16 +198,7 @@ def _convolution(real: Tensor, module: ConformerConvolution, x: Tensor) -> Tenso
     x = F.conv1d(
         x.mT, taps[:, None], module.depthwise.bias, padding=taps.shape[1] // 2, groups=taps.shape[0]
     ).mT
-    return module.pointwise2(F.silu(_normalized(module, x)))
-
-
-def _normalized(module: ConformerConvolution, x: Tensor) -> Tensor:
-    """Apply the norm of a convolution module to (B, T, width)."""
-    norm = module.norm
-    if not isinstance(norm, BatchNorm):
-        return norm(x)
-    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-    return x * scale + (norm.bias - norm.running_mean * scale)
+    return module.pointwise2(F.silu(normalized(module, x)))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -234,22 +206,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tens
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ v
-
-
-def _rotated(x: Tensor, rotary: Rotary, first: int = 0) -> Tensor:
-    """Apply rotary embedding to (B, heads, T, D), whose places count from ``first``.
-
-    They are those of every utterance, as padding is at the end.
-    """
-    half = rotary.rotated(x.shape[-1]) // 2
-    if not half:
-        return x
-    rates = torch.tensor([rotary.base ** (-c / half) for c in range(half)], device=x.device)
-    angles = (first + torch.arange(x.shape[2], device=x.device))[:, None] * rates
-    cos, sin = angles.cos(), angles.sin()
-    x1, x2, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
-    return torch.cat([*turned, unrotated] if unrotated.shape[-1] else turned, -1)
 
 
 def _heads_qkv(module: SelfAttention, x: Tensor) -> tuple[Tensor, ...]:
@@ -285,15 +241,11 @@ class StreamingStep(_Heads):
 
     def __init__(self, model: ASRModel, context: Context):
         super().__init__(model)
-        self.context = check_streamable(model.config.encoder, context)
-        self.encoder = cast(FastConformerEncoder, model.encoder)
+        self.encoder_step = EncoderStep(
+            cast(FastConformerEncoder, model.encoder), self.mel_bins, context
+        )
         after = [name.replace("cache", "next") for name in CACHES]
         self.outputs = ["encoded", *self.heads, *after]
-
-    @property
-    def kept(self) -> int:
-        """Slots of mel rows that a frame reads beside its own."""
-        return 2 if self.encoder.config.causal_subsampling else 1
 
     @staticmethod
     def batch_axis(name: str) -> int:
@@ -301,19 +253,7 @@ class StreamingStep(_Heads):
 
     def begin(self, streams: int) -> dict[str, Tensor]:
         """The caches before the first step: zeros."""
-        config, remaining = self.encoder.config, cast(int, self.context.left)
-        heads, head_dim = config.heads, config.width // config.heads
-        before = torch.zeros(config.layers, streams, remaining, heads, head_dim)
-        counts = torch.zeros(streams, dtype=torch.int64)
-        made = (
-            torch.zeros(streams, self.kept * config.subsampling, self.mel_bins),
-            before,
-            before.clone(),
-            torch.zeros(config.layers, streams, config.conv_kernel - 1, 2 * config.width),
-            counts,
-            counts.clone(),
-        )
-        return dict(zip(CACHES, made, strict=True))
+        return dict(zip(CACHES, self.encoder_step.begin(streams), strict=True))
 
     def forward(
         self,
@@ -327,124 +267,10 @@ class StreamingStep(_Heads):
         cache_frames: Tensor,
         cache_missing: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Encode the next chunk: c frames of s = ``subsampling`` mel rows."""
-        # features: float32 (B, s c, mel_bins), real rows followed by arbitrary ones; lengths: int64
-        # (B,), real rows: s c, fewer only in the last chunk; frames: int64 (B,), frames of the
-        # chunk: c, fewer only in the last one, 0 for a stream that is left as it is; cache_mel:
-        # float32 (B, kept s, mel_bins), the rows before; cache_keys: float32 (layers, B, left,
-        # heads, head_dim); cache_conv: float32 (layers, B, conv_kernel - 1, 2 width), inputs of the
-        # convolutions; cache_frames: int64 (B,), frames so far; cache_missing: int64 (B,), rows
-        # that the chunk before lacked -> (B, c, width), (B, c, V + 1), (B, c, J)
-        config, context = self.encoder.config, self.context
-        chunk, active = context.chunk, frames > 0
-        x = self._subsampled(features, lengths, cache_mel, cache_frames, cache_missing)
-        position = torch.arange(cast(int, context.left) + chunk, device=x.device)
-        position = position - cast(int, context.left)
-        seen = (position >= -cache_frames[:, None]) & (position < frames[:, None])
-        # A softmax over nothing would be NaN.
-        seen = seen | ~active[:, None]
-        caches: tuple[list[Tensor], ...] = ([], [], [])  # Keys, values, inputs of convolutions
-
-        def after(kind: int, before: Tensor, new: Tensor) -> Tensor:
-            """The rows of a layer's cache and new ones, of which the next step sees the last."""
-            cache = before[len(caches[kind])]
-            both = torch.cat([cache, new], 1)
-            caches[kind].append(_last_rows(cache, both, active))
-            return both
-
-        def attend(module: SelfAttention, x: Tensor) -> Tensor:
-            q, k, v = (
-                part.unflatten(-1, (module.heads, -1)) for part in module.qkv_proj(x).chunk(3, -1)
-            )
-            keys, values = after(0, cache_keys, k), after(1, cache_values, v)
-            return self._attended(module, q, keys, values, seen)
-
-        def convolve(module: ConformerConvolution, x: Tensor) -> Tensor:
-            both = after(2, cache_conv, module.pointwise1(x))
-            taps, bias = module.depthwise.weight, module.depthwise.bias
-            y = F.conv1d(F.glu(both, -1).mT, taps[:, None], bias, groups=taps.shape[0]).mT
-            return module.pointwise2(F.silu(_normalized(module, y)))
-
-        for layer in self.encoder.layers:
-            x = _conformer(layer, x, attend, convolve)
-        mel = _last_rows(cache_mel, torch.cat([cache_mel, features], 1), active)
-        missing = torch.where(active, config.subsampling * chunk - lengths, cache_missing)
-        stacked = [torch.stack(cache) for cache in caches]
-        return (x, *self.of(x), mel, *stacked, cache_frames + frames, missing)
-
-    def _subsampled(
-        self, features: Tensor, lengths: Tensor, mel: Tensor, before: Tensor, missing: Tensor
-    ) -> Tensor:
-        """The input of the first layer, (B, c, width)."""
-        encoder, config = self.encoder, self.encoder.config
-        factor, chunk, cached = config.subsampling, self.context.chunk, self.kept
-        causal = config.causal_subsampling
-        # Rows before a stream and behind it are zeros after every layer.
-        begin = factor * (cached - before.clamp(max=cached))
-        end = torch.maximum(factor * cached - missing, begin) + lengths
-        x = torch.cat([mel, features], 1)[:, None]
-        x = _zero_outside(x, begin, end)
-        module = encoder.subsampling
-        stages = [(module.conv, None), *module.stages()]
-        for depthwise, pointwise in stages:
-            if causal:
-                size = end - begin
-                x = F.pad(x, (2, 1, 2, 1))
-                x = F.conv2d(x, depthwise.weight, depthwise.bias, stride=2, groups=depthwise.groups)
-                begin = begin // 2
-                end = begin + size // 2 + 1
-            else:
-                x = depthwise(x)
-                begin, end = begin // 2, (end + 1) // 2
-            if pointwise is not None:
-                x = pointwise(x.movedim(1, -1)).movedim(-1, 1)
-            x = _zero_outside(F.relu(x), begin, end)
-        x = x[:, :, cached : cached + chunk].transpose(1, 2).flatten(2)
-        positions = before[:, None] + torch.arange(chunk, device=x.device)
-        return _layer_input(encoder, module.linear(x), positions)
-
-    def _attended(
-        self, module: SelfAttention, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor
-    ) -> Tensor:
-        """Attend: (B, c, H, D) and (B, left + c, H, D) to (B, c, width)."""
-        remaining = cast(int, self.context.left)
-        q, k = q.transpose(1, 2), keys.transpose(1, 2)
-        if isinstance(module, RelativeSelfAttention):
-            scores = (q + module.bias_u[:, None]) @ k.mT + self._by_distance(module, q)
-        elif module.rotary is not None:
-            # Only differences of places matter, so that they count from the oldest key.
-            scores = _rotated(q, module.rotary, remaining) @ _rotated(k, module.rotary).mT
-        else:
-            scores = q @ k.mT
-        scores = (scores * module.head_dim**-0.5).masked_fill(~seen[:, None, None], -torch.inf)
-        y = scores.softmax(-1) @ values.transpose(1, 2)
-        return _joined(module, y)
-
-    def _by_distance(self, module: RelativeSelfAttention, q: Tensor) -> Tensor:
-        """Scores of the distances of (B, H, c, D) to left + c keys."""
-        chunk, remaining = self.context.chunk, cast(int, self.context.left)
-        weight = module.relative_k_proj.weight
-        distances = torch.arange(1 - chunk, remaining + chunk, device=q.device)
-        table = module.relative_k_proj(sinusoids(distances, weight.shape[1]))
-        table = table.unflatten(-1, (module.heads, -1)).permute(1, 2, 0)
-        scores = (q + module.bias_v[:, None]) @ table
-        # Entry 0 is the distance of the first query and the last key.
-        query = torch.arange(chunk, device=q.device)[:, None]
-        entry = query + chunk - 1 + remaining - torch.arange(remaining + chunk, device=q.device)
-        return scores.gather(-1, entry.expand(q.shape[0], module.heads, -1, -1))
-
-
-def _last_rows(cache: Tensor, both: Tensor, active: Tensor) -> Tensor:
-    """The last rows of both, (B, n, ...), for active streams, else the cache."""
-    last = both[:, both.shape[1] - cache.shape[1] :]
-    return torch.where(active.view(-1, *[1] * (cache.ndim - 1)), last, cache)
-
-
-def _zero_outside(x: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """Set the rows of (B, channels, T, bands) before a begin and from an end on to zero."""
-    rows = torch.arange(x.shape[2], device=x.device)
-    real = (rows >= begin[:, None]) & (rows < end[:, None])
-    return x.masked_fill(~real[:, None, :, None], 0.0)
+        # As `EncoderStep.forward` -> (B, c, width), (B, c, V + 1), (B, c, J)
+        caches = cache_mel, cache_keys, cache_values, cache_conv, cache_frames, cache_missing
+        x, after = self.encoder_step(features, lengths, frames, StreamCaches(*caches))
+        return (x, *self.of(x), *after)
 
 
 @dataclass(frozen=True, slots=True)

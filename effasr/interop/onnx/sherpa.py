@@ -43,7 +43,7 @@ class SherpaStep(nn.Module):
     def __init__(self, model: ASRModel, context: Context, output: str):
         super().__init__()
         self.step, self.output = StreamingStep(model, context), output
-        self.rows = context.chunk * self.step.encoder.config.subsampling
+        self.rows = context.chunk * model.config.encoder.subsampling
 
     def begin(self, streams: int) -> dict[str, Tensor]:
         caches = self.step.begin(streams)
@@ -60,7 +60,7 @@ class SherpaStep(nn.Module):
         """Log-probabilities (B, c, V + 1) or the joint share (B, J, c), frames, and caches."""
         # audio_signal: float32 (B, mel_bins, rows); length: int64 (B,), the number of rows;
         # cache_last_channel_len: int64, see the class -> (B, c, V + 1), (B, J, c)
-        frames = torch.full_like(length, self.step.context.chunk)
+        frames = torch.full_like(length, self.step.encoder_step.context.chunk)
         caches = self._unpacked(cache_last_channel, cache_last_time, cache_last_channel_len)
         outputs = self.step(audio_signal.mT, length, frames, **caches)
         named = dict(zip(self.step.outputs, outputs, strict=True))
@@ -80,9 +80,10 @@ class SherpaStep(nn.Module):
         )
 
     def _unpacked(self, channel: Tensor, time: Tensor, count: Tensor) -> dict[str, Tensor]:
-        config = self.step.encoder.config
+        core = self.step.encoder_step
+        config = core.encoder.config
         keys, values = channel.transpose(0, 1).unflatten(3, (2 * config.heads, -1)).chunk(2, -2)
-        rows = self.step.kept * config.subsampling, self.step.mel_bins
+        rows = core.kept * config.subsampling, self.step.mel_bins
         flat = time[:, 0, 0]
         inputs, mel = flat.split([flat.shape[1] - rows[0] * rows[1], rows[0] * rows[1]], 1)
         sizes = config.layers, config.conv_kernel - 1, 2 * config.width
