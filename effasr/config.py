@@ -96,10 +96,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def complete(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `to_mapping` of an earlier version, with the defaults of new fields.
-
-    Keys that are unknown now stay as they are.
-    """
+    """Return a `to_mapping` of an earlier version with defaults of new fields; others stay."""
     hints, result = typing.get_type_hints(cls), dict(mapping)
     for field in dataclasses.fields(cls):
         if not field.init:

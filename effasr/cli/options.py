@@ -205,10 +205,7 @@ def add_decoding(parser: argparse.ArgumentParser, *groups: Sequence[str], beam: 
 
 
 def decoding_config(options: argparse.Namespace) -> DecodingConfig:
-    """Return the decoding configuration that the options of `add_decoding` ask for.
-
-    What is not given comes from the file of ``--decoding``, if there is one.
-    """
+    """Return the configuration of `add_decoding`'s options, completed from ``--decoding``."""
     from effasr.evaluation.tuning.decoding_file import read_decoding
 
     values = {field.name: getattr(options, field.name, None) for field in fields(DecodingConfig)}
@@ -230,10 +227,7 @@ def print_line(text: str) -> None:
 
 
 def print_folded(text: str) -> None:
-    """Write lines to standard output, on a terminal folded between words to its width.
-
-    Rows of tables and lines that begin with a space, such as commands to copy, stay whole.
-    """
+    """Write lines, on a terminal folded to its width; tables and indented lines stay whole."""
     width = display_width()
     if width is None:
         print_line(text)

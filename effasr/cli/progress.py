@@ -29,15 +29,7 @@ _LEAST_WIDTH_FOR_BAR = 100
 
 @contextmanager
 def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
-    """Give a function that shows how many are done, of how many, the rate and the time left.
-
-    Args:
-        unit: Counted unit in the plural, such as ``utterances``.
-
-    Yields:
-        A function of the number done so far and, if known, of the total and of the seconds of audio
-        that were decoded.
-    """
+    """Yield a function of how many are done, of how many, and of how many seconds of audio."""
     visible, due, started = sys.stderr.isatty(), 0.0, time.monotonic()
 
     def show(done: int, total: int | None = None, audio: float | None = None) -> None:
@@ -152,11 +144,7 @@ def describe(
 
 @contextmanager
 def reading(*sources: Path) -> Iterator[None]:
-    """Show the megabytes that were read of files, or of all files of folders.
-
-    They are counted by the kernel for the whole process; where it does not count, the seconds are
-    shown.
-    """
+    """Show the megabytes read of files or folders, or seconds where the kernel does not count."""
     names = ", ".join(map(str, sources))
     total = sum(map(_size, sources))
     # A file that is mapped to memory counts in the second, where it is not in memory yet.
@@ -202,17 +190,10 @@ def _size(path: Path) -> int:
 def working(
     text: str, unit: str = "", count: Callable[[], tuple[int, int] | None] | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """Show a text and the seconds so far, for work that takes long in one piece.
+    """Show a text and the seconds so far, if the work takes more than two.
 
-    Shorter work than two seconds shows nothing.
-
-    Args:
-        text: What is done.
-        unit: Counted parts of the work in the plural, if there are any.
-        count: Returns the number of parts done so far and the total; None where it is unknown.
-
-    Yields:
-        A function of the number of parts done so far, and of the total.
+    Yields a function of the parts done so far and of all, in ``unit``; ``count`` returns both where
+    the work cannot tell, or None.
     """
     parts: tuple[int, int] | None = None
 

@@ -255,10 +255,7 @@ def _advance(
     scoring: _Scoring,
     position: int,  # tokens that were read, the prompt's included
 ) -> tuple[_AttentionBeam, Tensor]:
-    """Extend every hypothesis by tokens and by the end, and keep the K best.
-
-    Also returns the row that each hypothesis comes from, int64 (N K,).
-    """
+    """Extend every hypothesis, keep the K best; also return the row each comes from, (N K,)."""
     count, beam = search.scores.shape
     begins = (search.starts == position).repeat_interleave(beam)
     symbols, steps, end = _candidates(logits, scoring, begins, count)

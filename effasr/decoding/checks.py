@@ -40,10 +40,7 @@ def choose_method(model: ASRModel, method: str) -> str:
 
 
 def check_config(model: ASRModel, config: DecodingConfig) -> str:
-    """Check that the model supports a configuration, and that every option has an effect.
-
-    Returns the method.
-    """
+    """Return the method, if the model supports the configuration and every option has an effect."""
     method = choose_method(model, config.method)
     attends, answers = method == "attention", method == "language_model"
     for name, compared in (

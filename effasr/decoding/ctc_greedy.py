@@ -42,10 +42,7 @@ class CTCStreams:
 
     @torch.inference_mode()
     def step(self, encoded: Tensor, frames: Sequence[int]) -> list[list[Emitted]]:
-        """Return the new tokens of each slot.
-
-        ``encoded``: (S, c, encoder width); the real ``frames`` of each slot come first.
-        """
+        """Return new tokens of each slot of (S, c, encoder width), of which ``frames`` are real."""
         best = self._model.ctc_logits(encoded.flatten(0, 1)).argmax(-1)
         emitted = []
         for slot, row in enumerate(best.view(encoded.shape[:2]).tolist()):

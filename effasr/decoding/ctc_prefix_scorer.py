@@ -57,10 +57,7 @@ class CTCPrefixScorer:
         )
 
     def extended(self, symbols: Tensor) -> Tensor:
-        """Log-probabilities of all transcripts that start with a prefix and one of these tokens.
-
-        ``symbols`` is int64 (N, K, C), the result float64 (N, K, C).
-        """
+        """Log-probabilities (N, K, C) of texts that start with a prefix and one of ``symbols``."""
         before = torch.logaddexp(self.label, self.blank)[:, :, None, :-1]
         repeats = (symbols == self.last[..., None])[..., None]
         before = torch.where(repeats, self.blank[:, :, None, :-1], before)
@@ -74,10 +71,7 @@ class CTCPrefixScorer:
         return total.gather(2, self.lengths[:, None, None].expand(*self.last.shape, 1))[..., 0]
 
     def advanced(self, parent: Tensor, label: Tensor) -> CTCPrefixScorer:
-        """Continue with these parents, each with one more token.
-
-        ``parent``: int64 (N, K); ``label``: int64 (N, K), -1 leaves the prefix unchanged.
-        """
+        """Continue with parents (N, K), each with one more label (N, K); -1 adds none."""
         row = torch.arange(len(parent), device=parent.device)[:, None]
         last, of_label, of_blank = (
             part[row, parent] for part in (self.last, self.label, self.blank)

@@ -220,10 +220,7 @@ def _score_parts(
 
 
 def log_probs_of_texts(lm: TokenLM, texts: Sequence[Sequence[int]]) -> list[float]:
-    """Return the log-probability of each text and its end, in nats.
-
-    It is the sum that shallow fusion adds to the score of a transcript, before its weight.
-    """
+    """Return the log-probability of each text and its end, in nats, as shallow fusion adds it."""
     longest = max(map(len, texts), default=0)
     length = max(1, min(lm.order, longest))
     contexts, symbols = [], []

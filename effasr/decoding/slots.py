@@ -40,11 +40,7 @@ class SlotEngine(ABC, Generic[T]):
         return [item.name for item in self._unfinished.values()]
 
     def results(self, *, drain: bool = True) -> Iterator[tuple[Any, Decoded]]:
-        """Decode; yields names and results as they finish.
-
-        Without ``drain``, only until all have a slot, so that more can be submitted before slots
-        are empty.
-        """
+        """Yield names and results as they finish; without ``drain``, only until all have a slot."""
         while self._waiting or (drain and self._unfinished):
             for item in self._step():
                 del self._unfinished[id(item)]

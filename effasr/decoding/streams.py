@@ -52,10 +52,7 @@ class BeamStreams(ABC):
 
     @torch.inference_mode()
     def step(self, encoded: Tensor, frames: Sequence[int]) -> list[OpenTranscript]:
-        """Continue the streams that have frames; return the open transcript of every slot.
-
-        ``encoded``: (S, c, encoder width); the real ``frames`` of each slot come first.
-        """
+        """Continue streams by (S, c, encoder width), of which ``frames`` are real."""
         self._advance(encoded, frames)
         self._read = [before + new for before, new in zip(self._read, frames, strict=True)]
         return self._likeliest(list(range(len(frames))))

@@ -142,10 +142,7 @@ def evaluate_pairs(
     normalizer: str = "basic",
     config: DecodingConfig | None = None,
 ) -> Evaluation:
-    """Write a text from the source of each pair, and count the word errors.
-
-    Pairs in a language that the tokenizer does not know, and those without an expert, are failures.
-    """
+    """Write a text from each pair's source, and count word errors; unknown languages fail."""
     started = time.perf_counter()
     get_normalizer(normalizer)
     writer = TextToText(model, tokenizer, config)
@@ -182,11 +179,7 @@ def _errors(normalize: Callable[[str], str], reference: str, hypothesis: str) ->
 
 
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
-    """Return the part of a set that one of ``world_size`` processes evaluates.
-
-    Cuts are distributed in order of duration, so that all parts take about the same time;
-    `effasr.evaluation.result.merge` joins the evaluations.
-    """
+    """Return the part of a set that a process evaluates; all parts take about the same time."""
     return sorted(cuts, key=lambda cut: (-cut.duration, cut.id))[rank::world_size]
 
 

@@ -132,10 +132,7 @@ class ModelCard:
 
 
 def read_tested(run: Path, weights: Path) -> list[TestedSet]:
-    """Return a run's evaluations of the weights in a file; those of others give a warning.
-
-    Validations of training are left out, as they may be of other steps.
-    """
+    """Return a run's evaluations of a file's weights, without validations; others warn."""
     tested, paths = [], sorted((run / "evaluation").glob(f"*/{SUMMARY}"))
     # Not by the ages of the files: copies have other ones, and a clock may have been set.
     local = sha256(weights) if paths else None

@@ -147,10 +147,7 @@ class Evaluation:
 
 
 def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Merge the evaluations of parts of a set that were made at the same time.
-
-    The time is that of the slowest part.
-    """
+    """Merge evaluations of parts of a set, made at the same time: the slowest counts."""
     normalizers = {evaluation.normalizer for evaluation in evaluations}
     if len(normalizers) != 1:
         raise ValueError(

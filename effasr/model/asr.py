@@ -263,10 +263,7 @@ class ASRModel(nn.Module):
                 yield from module.parameters()
 
     def encode(self, batch: Batch) -> EncoderOutput:
-        """The encoder output, (T, encoder width), with SpecAugment in training.
-
-        For a text-only batch it is the output of the text encoder.
-        """
+        """The encoder output (T, encoder width), with SpecAugment in training, or that of texts."""
         if batch.source is not None:
             if self.text_encoder is None:
                 raise ValueError(

@@ -161,10 +161,7 @@ class DecoderLayer(Layer):
         groups: Groups | None = None,
         seeds: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, ...]:
-        """Transform (U, width); also return the penalty of guided attention, (U,) or None.
-
-        A layer with a router returns its losses as a third result.
-        """
+        """Transform (U, width); also return the guided penalty, (U,) or None, and router losses."""
         self_attn, cross = self.self_attn, self.encoder_attn
         residual = Residual.of(self, x, layout, self.dropout, seeds)
         y, x = residual.norm(x, self.input_layernorm)
@@ -190,11 +187,7 @@ class DecoderLayer(Layer):
         layout_speech: PackedLayout,
         groups: Groups | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Transform the first rows of sequences as `forward`, in inference.
-
-        ``speech`` are keys and values of the encoder output. Also returns those of the rows, for
-        `step`.
-        """
+        """Transform first rows as `forward`, in inference; also return their keys and values."""
         # x: (U, width) -> (U, width)
         y, keys_values = self.self_attn.read(self.input_layernorm(x), layout)
         x = x + y
@@ -246,10 +239,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the embedding and the output layer with variance 1 / width.
-
-        Learned positions have half of it, and so start as large as the sinusoids would be.
-        """
+        """Variance 1 / width for embedding and output; half for positions, as sinusoids have."""
         std = self.config.width**-0.5
         for weight in (self.embed_tokens.weight, self.untied_weight):
             if weight is not None:
@@ -346,10 +336,7 @@ class Decoder(nn.Module):
         paged: bool | None = None,
         pages: tuple[int, int] | None = None,
     ) -> DecoderState:
-        """A state for sequences that start and end at different times.
-
-        By default it is paged on a GPU, whose kernels read pages.
-        """
+        """A state for sequences that start at different times; paged on a GPU by default."""
         positions = self.config.max_positions
         rule = f"be in 1 to max_positions = {positions}"
         check(1 <= max_tokens <= positions, "max_tokens", rule, max_tokens)
@@ -370,10 +357,7 @@ class Decoder(nn.Module):
         read: Sequence[Sequence[int]],
         tokens: Sequence[int],
     ) -> None:
-        """Start sequences in these rows; one forward reads the first tokens of all of them.
-
-        ``tokens``: the most that each will read, those of ``read`` included.
-        """
+        """Start sequences of at most ``tokens`` in rows; one forward reads the first of all."""
         # encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the experts
         expert = named_expert(self.config.experts, expert_of(encoded))
         lengths = [len(tokens_read) for tokens_read in read]

@@ -230,11 +230,7 @@ class FastConformerEncoder(nn.Module):
         self._evaluated = context
 
     def forward(self, mel: MelFrames, expert: Tensor | None = None) -> PackedSequence:
-        """Encode (s T, mel_bins), s = ``config.subsampling``, into (T, width).
-
-        Rows of the tail are finite. In training the losses of routers are left in
-        ``router_losses``, float32 (2,) for each layer.
-        """
+        """Encode (s T, mel_bins), s = ``config.subsampling``: (T, width), finite in the tail."""
         # expert: int64 (N,), the expert of each utterance, where names choose: `Batch.expert`
         with ranges.range("subsampling"):
             x = self.subsampling(mel)

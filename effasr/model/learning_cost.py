@@ -94,10 +94,7 @@ class _Count:
     def product(
         self, kind: str, module: nn.Linear | GroupedLinear | Router, reached: bool, share: float = 1
     ) -> None:
-        """Count one linear layer, whose inputs need gradients if ``reached``.
-
-        A row uses a ``share`` of its weights.
-        """
+        """Count a linear layer; its inputs need gradients if ``reached``, rows use a ``share``."""
         flops = round(2 * share * module.weight.numel())
         self.left[kind] += flops * (not module.weight.requires_grad) + flops * (not reached)
         if isinstance(module, (LoRALinear, LoRAGroupedLinear)):
@@ -107,13 +104,10 @@ class _Count:
                 self.left[kind] -= _FORWARD_AND_BACKWARD * adapter
 
     def layer(self, layer: nn.Module, reached: bool, kind: str, **others: int) -> bool:
-        """Count a layer of a stack; returns whether the backward reaches what follows it.
+        """Count a layer's products but `_APART`; return whether the backward reaches what follows.
 
-        Args:
-            layer: All its products count, except those of `_APART`.
-            reached: Whether something before it is trained.
-            kind: Quantity that its linear layers grow with.
-            others: Products without weights, by what they grow with.
+        ``kind`` is what its linear layers grow with; ``others`` are products without weights,
+        likewise.
         """
         reached = reached or _learns(layer)
         for name, module in layer.named_modules():

@@ -73,9 +73,9 @@ class StreamCaches(NamedTuple):
     """State of B streams between chunks; zeros at first."""
 
     mel: Tensor  # float32 (B, kept s, mel_bins), the last rows
-    keys: Tensor  # (layers, B, left, heads, head_dim)
-    values: Tensor  # (layers, B, left, heads, head_dim)
-    convolved: Tensor  # (layers, B, conv_kernel - 1, 2 width), inputs of the convolutions
+    keys: Sequence[Tensor]  # (B, left, heads, head_dim) of each layer
+    values: Sequence[Tensor]  # (B, left, heads, head_dim)
+    convolved: Sequence[Tensor]  # (B, conv_kernel - 1, 2 width), inputs of the convolutions
     frames: Tensor  # int64 (B,), frames so far
     missing: Tensor  # int64 (B,), rows that the last chunk lacked
 
@@ -93,19 +93,16 @@ class EncoderStep(nn.Module):
 
     def begin(self, streams: int) -> StreamCaches:
         config, weight = self.encoder.config, self.encoder.subsampling.conv.weight
-        heads, head_dim = config.heads, config.width // config.heads
-        keys, values = (
-            weight.new_zeros(config.layers, streams, self.left, heads, head_dim) for _ in range(2)
-        )
-        frames, missing = (weight.new_zeros(streams, dtype=torch.int64) for _ in range(2))
-        rows = self.kept * config.subsampling
+        shape = streams, self.left, config.heads, config.width // config.heads
+        rows, taps = self.kept * config.subsampling, config.conv_kernel - 1
+        layers = range(config.layers)
         return StreamCaches(
             weight.new_zeros(streams, rows, self.mel_bins, dtype=torch.float32),
-            keys,
-            values,
-            weight.new_zeros(config.layers, streams, config.conv_kernel - 1, 2 * config.width),
-            frames,
-            missing,
+            [weight.new_zeros(shape) for _ in layers],
+            [weight.new_zeros(shape) for _ in layers],
+            [weight.new_zeros(streams, taps, 2 * config.width) for _ in layers],
+            weight.new_zeros(streams, dtype=torch.int64),
+            weight.new_zeros(streams, dtype=torch.int64),
         )
 
     @torch.no_grad()
@@ -130,7 +127,7 @@ class EncoderStep(nn.Module):
         seen = seen | ~active[:, None]
         after: tuple[list[Tensor], ...] = ([], [], [])  # Keys, values, inputs of convolutions
 
-        def append(kind: int, before: Tensor, new: Tensor) -> Tensor:
+        def append(kind: int, before: Sequence[Tensor], new: Tensor) -> Tensor:
             """The rows of a layer's cache and new ones, of which the next step sees the last."""
             cache = before[len(after[kind])]
             both = torch.cat([cache, new], 1)
@@ -157,8 +154,7 @@ class EncoderStep(nn.Module):
             x = conformer(layer, x, attend, convolve)
         missing = torch.where(active, config.subsampling * chunk - lengths, caches.missing)
         mel = _last_rows(caches.mel, torch.cat([caches.mel, features], 1), active)
-        keys, values, convolved = (torch.stack(cache) for cache in after)
-        state = StreamCaches(mel, keys, values, convolved, caches.frames + frames, missing)
+        state = StreamCaches(mel, *after, caches.frames + frames, missing)
         return x.unflatten(0, (-1, chunk)), state
 
     def _subsampled(self, features: Tensor, lengths: Tensor, caches: StreamCaches) -> Tensor:
@@ -237,7 +233,8 @@ class StreamingEncoder:
         """Begin a stream in a slot, whose former stream is forgotten."""
         # NaN times the weight 0 of a key that is not seen would be NaN.
         for layers in (self._caches.keys, self._caches.values, self._caches.convolved):
-            layers[:, slot] = 0
+            for cache in layers:
+                cache[slot] = 0
         self._caches.frames[slot] = self._caches.missing[slot] = 0
 
     @torch.inference_mode()

@@ -201,11 +201,7 @@ class CrossAttention(nn.Module):
         return self.o_proj(cache.attend(layer, self._queries(x)).flatten(1))
 
     def weights(self, x: Tensor, keys: Tensor, lengths: Tensor) -> Tensor:
-        """Attention of new rows to each encoder frame.
-
-        The attention operation returns no weights. In float64, so that rounding does not depend on
-        the batch.
-        """
+        """Attention of new rows to frames, in float64: rounding must not depend on the batch."""
         # x: (N K, width), K rows of each sequence; keys: (N, H, t, D); lengths: int64 (N,), frames
         # of each sequence, at most t -> float64 (N K, t)
         q = self._queries(x).unflatten(0, (len(keys), -1)).double() * self.head_dim**-0.5

@@ -267,11 +267,7 @@ class Router(nn.Module):
 
 
 def take_losses(stack: nn.Module) -> Tensor | None:
-    """The weighted losses of a stack's routers in its last forward; None without a router.
-
-    Each is a mean over rows; they are added over the layers. The stack's list is emptied, as it
-    holds the graph.
-    """
+    """The weighted router losses of a stack's last forward, or None; they leave its list."""
     experts = experts_of(getattr(stack, "config", None))
     losses: list[Tensor] = getattr(stack, "router_losses", [])
     if experts is None or not losses:

@@ -31,10 +31,7 @@ class FeedForward(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, residual: Residual | None = None, *, offset: int = 0) -> Tensor:
-        """Transform each row; with ``residual``, bias, activation and dropout are one operation.
-
-        ``offset`` numbers this dropout among those with the same seed.
-        """
+        """Transform each row; ``residual`` joins bias, activation and dropout number ``offset``."""
         # x: (..., width)
         if residual is None or not is_fused(x):
             x = ACTIVATIONS[self.activation](self.linear1(x))

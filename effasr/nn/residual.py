@@ -18,10 +18,7 @@ from effasr_kernels.shared.dropout import draw_seeds
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether kernels that join several steps serve rows.
-
-    On a CPU, PyTorch's own calls are faster than references, and torch.compile joins them.
-    """
+    """Whether kernels that join several steps serve rows: on a CPU, PyTorch's calls are faster."""
     if not x.is_cpu:
         return True
     if torch.compiler.is_compiling():
@@ -44,11 +41,7 @@ def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
 
 
 def draw_layer_seeds(layers: Iterable[Any], x: Tensor) -> list[tuple[Tensor, ...]]:
-    """Draw the seeds of dropout of all layers (`effasr.nn.stack.Layer`) of a stack in one launch.
-
-    A layer has none if it drops nothing, or if its dropouts draw from the global generator, as on a
-    CPU.
-    """
+    """Draw the dropout seeds of all layers in one launch; none where a generator serves them."""
     counts = [layer.seeds if _takes_seeds(layer, x) else 0 for layer in layers]
     drawn = iter(draw_seeds(sum(counts), x.device) if any(counts) else ())
     return [tuple(islice(drawn, count)) for count in counts]
@@ -86,10 +79,7 @@ class Residual:
         return last(y) if _bias_of(last, y) is None else last(y, with_bias=False)
 
     def norm(self, x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        """The normalized stream and the stream, which must replace ``x`` from here on.
-
-        Gradients of both meet in the backward of the norm, instead of in an addition.
-        """
+        """The normalized stream and the next ``x``, whose gradients meet in the norm's backward."""
         if not is_fused(x):
             return norm(x), x
         return dropout_add_layer_norm(None, x, norm.weight, norm.bias, self.layout, eps=norm.eps)

@@ -236,10 +236,7 @@ def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the moments as zeros; an optimizer would create them at its first update.
-
-    Gradients are None or zero before, and the same after.
-    """
+    """Create the moments as zeros, for gradients that are None or zero, before the first update."""
     groups: Sequence[dict[str, Any]] = optimizer.param_groups
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]
     if all(parameter in optimizer.state for parameter in parameters):
@@ -258,10 +255,7 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer, *, keep_addresses: bool) -> None:
-    """Remove the gradients, or set them to zero where their addresses are recorded.
-
-    An optimizer's own ``zero_grad`` is not called: that of apex takes no argument.
-    """
+    """Remove the gradients, or zero them in place; apex's ``zero_grad`` takes no argument."""
     torch.optim.Optimizer.zero_grad(optimizer, set_to_none=not keep_addresses)
 
 

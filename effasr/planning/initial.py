@@ -55,11 +55,7 @@ class Initial:
         language: str = "en",
         progress: Callable[[int], None] = lambda count: None,
     ) -> Initial:
-        """Survey a corpus and choose by its size.
-
-        If the folder ``tokenizer`` does not exist, a vocabulary is chosen. ``init_from`` is a run
-        or a model directory to fine-tune.
-        """
+        """Survey a corpus and choose by its size; without ``tokenizer``, a vocabulary as well."""
         counts = survey(train, language=language, progress=progress)
         if not counts.utterances:
             raise ValueError(f"{', '.join(map(str, train))}: no utterances to write a recipe for.")

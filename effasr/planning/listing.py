@@ -446,10 +446,7 @@ def select(
     transducer: bool = False,
     sources: Sequence[int] | None = None,
 ) -> Selection:
-    """Drop what `effasr.data.index.corpus.Corpus.load` drops, as far as lengths show it.
-
-    ``limits`` are those of the model and of ``config``, ``sources`` the source of each list.
-    """
+    """Drop what `Corpus.load` drops, as far as lengths show; ``sources``: that of each list."""
     # Reading has looked at characters, and `Selector` looks at the token budget.
     frame_budget = config.known_frame_budget
     limits = replace(

@@ -261,11 +261,7 @@ def draw(
     legend: tuple[str, str] | None = None,
     groups: Sequence[str] | None = None,
 ) -> str:
-    """Return panels side by side as an SVG document.
-
-    ``legend`` has the meanings of the first and second part of a bar. ``groups`` has the group of
-    each row, which is shown as a heading where it changes.
-    """
+    """Return panels side by side as SVG; where a row's group changes, it is a heading."""
     headings, tops = _arrange(len(rows), groups)
     names = round(_CHARACTER * max(map(len, rows), default=0)) + _GAP
     width = names + len(panels) * (_BAR + _LABEL + _GAP) - _GAP

@@ -125,10 +125,7 @@ class PlanRequest:
         prompt_tokens: int = PROMPT_TOKENS,
         progress: Callable[[int], None] = lambda count: None,
     ) -> tuple[Listing, Selection]:
-        """Read the lengths and drop utterances that cannot be trained on.
-
-        ``prompt_tokens`` are assumed without a tokenizer.
-        """
+        """Read lengths, drop unusable utterances; without a tokenizer, assume ``prompt_tokens``."""
         listing = read_listing(
             self.manifests,
             limits=self.limits,

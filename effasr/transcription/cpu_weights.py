@@ -71,10 +71,7 @@ class OneDNNWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Use the reordered weights; without gradients, in evaluation mode.
-
-        Not under autocast, which asks for another dtype.
-        """
+        """Use the reordered weights, in evaluation mode, without gradients or autocast."""
         if torch.is_autocast_enabled("cpu"):
             yield
             return

@@ -22,11 +22,7 @@ def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Non
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return one JSON object and a line feed; letters of all scripts are not escaped.
-
-    Bytes of a file name that are not UTF-8, lone surrogates in Python, become JSON escapes, as do
-    all control characters.
-    """
+    """Return a JSON object and a line feed; lone surrogates and controls become escapes."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     return _escaped(escape_json(text)) + "\n"
 

@@ -192,10 +192,7 @@ def _is_segment(segment: Any) -> bool:
 
 
 def checked(source: Source) -> Source:
-    """Return a recording, with a problem if no line of a manifest can name its audio.
-
-    It is checked before the transcription, which would take long for nothing.
-    """
+    """Return a recording, with a problem if no manifest can name it: before long work."""
     return source if source.problem is not None else replace(source, problem=_problem(source))
 
 

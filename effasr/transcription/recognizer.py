@@ -106,11 +106,7 @@ class Recognizer:
         return prompt_rows([turn], tokenizer).tolist()
 
     def stream(self, latency_seconds: float | None = None) -> OnlineStream:
-        """Begin to transcribe audio that arrives, frame by frame, with the same configuration.
-
-        For many streams at a time see `effasr.transcription.online.OnlineRecognizer`, which
-        ``stream.recognizer`` is, for one.
-        """
+        """Begin to transcribe arriving audio; `OnlineRecognizer` serves many streams at a time."""
         return online_recognizer(
             self.model, self.tokenizer, self.config, latency_seconds=latency_seconds
         ).open()

@@ -165,10 +165,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Transcription:
-    """The text of a recording, ``duration`` seconds long, and of its chunks.
-
-    ``space`` separates the texts of chunks, and ``prompt`` is the request that it answers.
-    """
+    """The text of ``duration`` seconds of a recording; ``space`` separates those of chunks."""
 
     id: str
     duration: float

@@ -44,11 +44,7 @@ class RawFormat:
 
 
 def raw_blocks(file: BinaryIO, form: RawFormat, sample_rate: int) -> Iterator[np.ndarray]:
-    """Read samples as they arrive, to the end of the file.
-
-    ``sample_rate``: sample rate of the result in Hz; returns float32 (samples,), mono, at least one
-    sample each.
-    """
+    """Read samples to the end of the file: float32 (samples,), mono, at ``sample_rate``."""
     sample = np.dtype(_SAMPLE_TYPES[form.encoding])
     frame = sample.itemsize * form.channels
     size = max(1, int(_READ_SECONDS * form.sample_rate)) * frame
@@ -99,10 +95,7 @@ def cut_stream(
     latency_seconds: float = 10.0,
     pause_seconds: float = 0.5,
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Split audio at pauses while it arrives, and leave out stretches without speech.
-
-    Background and speech are distinguished by the loudness of the last half minute.
-    """
+    """Split arriving audio at pauses, without silence, by the loudness of the last half minute."""
     latency = latency_seconds
     check(latency >= 1.0, "latency_seconds", "be at least 1", latency)
     rule = f"be from 0.1 to half of `latency_seconds` = {latency}"

@@ -107,10 +107,7 @@ def _delay(
 
 
 def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -> float | None:
-    """Return the time between these two at which speech starts after a pause, or None.
-
-    It is at most ``longest`` before the second.
-    """
+    """Return when speech starts after a pause, at most ``longest`` before ``latest``, or None."""
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
     # Less silence suffices at the very beginning, as there is no earlier word.

@@ -118,11 +118,7 @@ def _shared_notes(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def report() -> Report:
-    """Look at the machine, the packages, and the operations on the CPU and on the first GPU.
-
-    Each backend of each operation is called once with a small input, so that the answer is what
-    would happen, not what should: on a GPU this compiles kernels, which takes a while.
-    """
+    """Look at the machine and packages, and call each backend of each operation once."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", 0))

@@ -126,11 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sources(audio: str, language: str) -> list[Source]:
-    """Return the recordings of an argument.
-
-    Raises:
-        ValueError: There is none, or a manifest is malformed.
-    """
+    """Return the recordings of an argument."""
     from effasr.data.manifest.reader import deciding_files
     from effasr.transcription.inputs.sources import find, of_manifest
 

@@ -45,10 +45,7 @@ class Utterance:
         return len(self._speech)
 
     def read(self, likeliest: int, eos_id: int) -> bool:
-        """Add the best token of a step; returns whether the utterance ends with it.
-
-        Steps that were queued before the end was known change nothing.
-        """
+        """Add the best token; return whether it ends the utterance. Later steps change nothing."""
         if self._finished:
             return False
         if likeliest == eos_id:
@@ -154,10 +151,7 @@ class Engine(SlotEngine[Utterance]):
                 self._run = StepGraph(self._decode_token, capture)
 
     def submit(self, encoded: PackedSequence, utterances: Sequence[Utterance]) -> None:
-        """Queue utterances, the longest first, so that few slots are empty at the end.
-
-        ``encoded``: (T, C), from ``model.encode``; sequences past the utterances are not decoded.
-        """
+        """Queue utterances of encoder output (T, C), the longest first: few slots end up empty."""
         with self._computing():
             speech = self._model.projected(encoded).values
         lengths, starts = encoded.layout.lengths, encoded.layout.cu_seqlens_host

@@ -47,10 +47,7 @@ class _PagedContext:
 
 
 class CachedConversations:
-    """Conversations that a language model has read, and continues token by token.
-
-    Rows are hypotheses, or idle. What is computed for a row does not depend on the others.
-    """
+    """Conversations that a language model has read; rows are hypotheses, or idle, each alone."""
 
     def __init__(
         self, model: LanguageModel, rows: int, dtype: torch.dtype, *, paged: bool | None = None
@@ -85,10 +82,7 @@ class CachedConversations:
             self._cache.reserve(pages, longest, most)
 
     def admit(self, rows: Sequence[int], x: PackedSequence) -> None:
-        """Read whole conversations, in place of what these rows held; there must be room.
-
-        ``x``: (U, width), their input rows, at least one of each.
-        """
+        """Read whole conversations (U, width) in place of what these rows held; there is room."""
         lengths = x.layout.lengths
         write = self._cache.loader(rows, lengths)
         context = PackedContext(x.layout, observe=write)

@@ -255,10 +255,7 @@ class ConversationEngine(SlotEngine[_Answer]):
 def answer_limits(
     model: ASRModel, batch: ConversationBatch, limit: Callable[[int], int]
 ) -> list[int]:
-    """Return the most tokens of each answer: as requested, and as the language model has rows.
-
-    ``limit`` gives the most tokens of the answer to a conversation of so many encoder frames.
-    """
+    """Return the most tokens of each answer: ``limit`` of its encoder frames, and the free rows."""
     settings = model.config.language_model
     assert settings is not None
     assert settings.architecture is not None

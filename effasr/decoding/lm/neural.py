@@ -168,10 +168,7 @@ def _parts(cache: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
-    """Return heads and width of keys and values of each layer of a transformers model.
-
-    None if its cache has another form, or does not give the same scores.
-    """
+    """Return heads and width of each layer's cache; None if it has another form or other scores."""
     from transformers import DynamicCache
 
     device, past = next(model.parameters()).device, DynamicCache()
@@ -195,10 +192,7 @@ def _shapes(model: Any, token: int) -> list[tuple[int, int]] | None:
 def load_neural_lm(
     directory: str | Path, vocab_size: int, eos_id: int, device: torch.device | str = "cpu"
 ) -> NeuralLM:
-    """Read a directory that ``AutoModelForCausalLM`` loads, without network access.
-
-    Only ``config.json`` and safetensors are read, and no code of the directory is run.
-    """
+    """Read a folder for ``AutoModelForCausalLM`` offline: config.json and safetensors, no code."""
     directory = Path(directory)
     try:
         import transformers
@@ -255,10 +249,7 @@ class PrefixCache:
         return self._rows[torch.tensor(rows, device=self._rows.device)]
 
     def write(self, texts: Sequence[Text], values: Tensor) -> bool:
-        """Cache the last tokens of texts whose other tokens are cached, if there is room.
-
-        ``values``: (texts, tokens, width).
-        """
+        """Cache the last tokens, (texts, tokens, width), after cached prefixes, if they fit."""
         count, ends = values.shape[1], range(len(texts[0]) - values.shape[1], len(texts[0]))
         # Two new texts may share a prefix.
         new = {

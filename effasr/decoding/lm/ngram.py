@@ -34,10 +34,7 @@ class TokenLM(Protocol):
 
 
 class TokenNgrams:
-    """A back-off n-gram model, in natural logarithms.
-
-    It uses dictionaries on the host, which suits models of some million n-grams.
-    """
+    """A back-off n-gram model, in natural logarithms; dictionaries suit some million n-grams."""
 
     def __init__(
         self,

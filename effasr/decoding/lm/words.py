@@ -39,10 +39,7 @@ class WordNgrams:
         self.end_id = ids.get("</s>", _UNKNOWN)
 
     def log_probs(self, texts: Sequence[tuple[str, str]]) -> list[float]:
-        """Return the log-probability of each text after what was said before it, in nats.
-
-        The end of a text is not scored, as speech may go on in the next segment.
-        """
+        """Return the log-probability of each text after its history, in nats, without its end."""
         return [self._of_text(self.word_ids(before), self.word_ids(text)) for before, text in texts]
 
     def word_ids(self, text: str) -> list[int]:
@@ -66,10 +63,7 @@ class WordNgrams:
         return total
 
     def log_prob(self, history: Sequence[int], word: int) -> float:
-        """Return the log-probability of a word in nats after others.
-
-        ``BEGIN`` is first in the history, unless the text has begun before it.
-        """
+        """Return a word's log-probability in nats; ``BEGIN`` is first if the text begins here."""
         context = tuple(history[max(0, len(history) - self.order + 1) :])
         weights = 0.0
         while True:

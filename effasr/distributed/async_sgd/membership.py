@@ -89,10 +89,7 @@ class Membership:
             )
 
     def try_synchronize(self) -> list[int] | None:
-        """Report the arrival of this learner; return the learners present, or None.
-
-        None means that some are missing: it is called repeatedly until all are present.
-        """
+        """Report the arrival of this learner; return those present, None while some are missing."""
         key = f"present/{self._synchronizations}"
         if not self._store.check([key]):
             self._store.set(self._arrival(self._learner), "")

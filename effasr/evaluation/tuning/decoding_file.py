@@ -26,10 +26,7 @@ _Stored = make_dataclass("_Stored", [(name, _TYPES[name], None) for name in _NAM
 
 
 def read_decoding(path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of `DecodingConfig`: those that are given, and others from a file.
-
-    With another language model than that of the file, the weights of the file's are left out.
-    """
+    """Return these fields and a file's others, but no weights for another language model."""
     try:
         stored = asdict(from_mapping(_Stored, read_yaml(path)))
     except ValueError as error:

@@ -70,10 +70,7 @@ class NemoModel:
 
 
 def import_nemo(path: str | Path) -> NemoModel:
-    """Read a ``.nemo`` file, or a folder with its content.
-
-    A warning lists training options that are not used here.
-    """
+    """Read a ``.nemo`` file or its folder; a warning lists training options not used here."""
     path = Path(path)
     archive = read_archive(path)
     try:

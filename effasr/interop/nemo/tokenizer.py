@@ -68,11 +68,7 @@ class NemoTokens:
 
 
 def nemo_tokens(tokenizer: Tokenizer, *, prompts: bool) -> NemoTokens:
-    """Express a tokenizer of a ``.nemo`` file, or effasr's own, by NeMo's classes.
-
-    Without prompts, the prompt tokens of effasr's own tokenizer, which occur in no text, are left
-    out.
-    """
+    """Express a tokenizer by NeMo's classes, without prompt tokens unless ``prompts``."""
     if isinstance(tokenizer, NeMoTokenizer):
         return _own(tokenizer, prompts)
     if isinstance(tokenizer, SentencePieceTokenizer):

@@ -39,10 +39,7 @@ def write_graph(
     outputs: Sequence[str],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Write a module as a graph, replacing a file of the same name.
-
-    ``inputs`` are examples by the argument names of ``forward``, ``dynamic`` their dynamic sizes.
-    """
+    """Write a module as a graph; ``inputs`` are examples, ``dynamic`` their dynamic sizes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:

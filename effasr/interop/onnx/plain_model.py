@@ -153,10 +153,7 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
 
 
 def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Map (B, T, mel_bins) to (B, T / subsampling, width).
-
-    Behind each utterance are zeros after every layer.
-    """
+    """(B, T, mel_bins) to (B, T / subsampling, width), with zeros behind each utterance."""
 
     def masked(x: Tensor, lengths: Tensor) -> Tensor:
         return x.masked_fill(~_mask(lengths, x.shape[2])[:, None, :, None], 0.0)
@@ -253,7 +250,7 @@ class StreamingStep(_Heads):
 
     def begin(self, streams: int) -> dict[str, Tensor]:
         """The caches before the first step: zeros."""
-        return dict(zip(CACHES, self.encoder_step.begin(streams), strict=True))
+        return dict(zip(CACHES, _stacked(self.encoder_step.begin(streams)), strict=True))
 
     def forward(
         self,
@@ -268,9 +265,14 @@ class StreamingStep(_Heads):
         cache_missing: Tensor,
     ) -> tuple[Tensor, ...]:
         # As `EncoderStep.forward` -> (B, c, width), (B, c, V + 1), (B, c, J)
-        caches = cache_mel, cache_keys, cache_values, cache_conv, cache_frames, cache_missing
-        x, after = self.encoder_step(features, lengths, frames, StreamCaches(*caches))
-        return (x, *self.of(x), *after)
+        keys, values, convolved = cache_keys.unbind(), cache_values.unbind(), cache_conv.unbind()
+        caches = StreamCaches(cache_mel, keys, values, convolved, cache_frames, cache_missing)
+        x, after = self.encoder_step(features, lengths, frames, caches)
+        return (x, *self.of(x), *_stacked(after))
+
+
+def _stacked(caches: StreamCaches) -> list[Tensor]:
+    return [part if isinstance(part, Tensor) else torch.stack(list(part)) for part in caches]
 
 
 @dataclass(frozen=True, slots=True)

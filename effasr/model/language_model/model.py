@@ -134,11 +134,7 @@ class LanguageModel(nn.Module):
         return {*self.model.modules(), *([] if self.lm_head is None else [self.lm_head])}
 
     def reset_tables(self) -> None:
-        """Compute the tables that are not saved, such as rotary frequencies, after a meta device.
-
-        transformers' own initialization computes them, on the device of the weights, which stay as
-        they are.
-        """
+        """Compute the tables that are not saved, as transformers does, on the weights' device."""
         device = self.output_weight.device
         for module in self.model.modules():
             missing = [name for name, x in module.named_buffers(recurse=False) if x.is_meta]
@@ -167,10 +163,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def check_against_transformers(self) -> None:
-        """Compare the logits of random rows with those of transformers' own forward.
-
-        A family may scale or cap its logits, or attend in another way than it says.
-        """
+        """Compare logits with transformers' own: a family may scale them, or attend otherwise."""
         generator = torch.Generator().manual_seed(0)
         weight = self.embed_tokens.weight
         x = torch.randn(2 * _PROBE_ROWS, weight.shape[1], generator=generator)

@@ -102,11 +102,7 @@ class ContiguousCache:
         self._grow(longest)
 
     def look(self, lengths: Sequence[int], *, grouped: bool = True) -> None:
-        """Make `attend` read these many places of each row, and write new rows to the last of them.
-
-        ``grouped``: whether lengths differ so much that it pays to read groups of neighbours
-        separately.
-        """
+        """Make `attend` read these lengths; ``grouped`` rows of similar length are read apart."""
         self.reserve(max(lengths, default=0))
         self._unread = tuple(lengths), grouped
 

@@ -42,10 +42,7 @@ def page_writer(
 
 
 class PagedCache:
-    """Keys and values of N rows in a pool of pages, which rows take and release.
-
-    Pages, page table and lengths keep their addresses, so that a CUDA graph of a step stays valid.
-    """
+    """Keys and values of N rows in a pool of pages, at fixed addresses for CUDA graphs."""
 
     def __init__(self, sizes: CacheSizes, rows: int, longest: int, pages: int) -> None:
         self.sizes, self.rows = sizes, rows

@@ -40,10 +40,7 @@ def open_stream(
     duration: float | None = None,
     channels: Sequence[int] | None = None,
 ) -> AudioStream:
-    """Open a file, or a part of it, as one channel.
-
-    ffmpeg reads what soundfile cannot, and mixes channels in its own way.
-    """
+    """Open a file, or a part of it, as mono; by ffmpeg where soundfile cannot read it."""
     try:
         file = open_part(path, offset, duration)
     except UnknownFormat as error:

@@ -52,10 +52,7 @@ def ffmpeg_blocks(
     offset: float = 0.0,
     duration: float | None = None,
 ) -> Iterator[np.ndarray]:
-    """Decode the first audio track of a file.
-
-    Returns float32 (samples,), mono.
-    """
+    """Decode the first audio track of a file to blocks of float32 (samples,), mono."""
     size = regular_file_size(path)
     program = shutil.which("ffmpeg")
     if program is None:

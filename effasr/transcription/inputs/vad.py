@@ -55,11 +55,7 @@ def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
 def without_gaps(
     chunks: Iterable[tuple[Chunk, np.ndarray]], sample_rate: int, gap_seconds: float
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Remove long stretches without speech from the chunks of a recording.
-
-    ``chunks``: chunks in order, each with its samples, float (samples,); ``sample_rate``: sample
-    rate in Hz.
-    """
+    """Remove long stretches without speech from chunks, each with samples, float (samples,)."""
     loudest = -np.inf
     for chunk, samples in chunks:
         levels = loudness(samples, sample_rate)

@@ -227,10 +227,7 @@ class OnlineStream:
         )
 
     def feed(self, samples: np.ndarray) -> None:
-        """Add samples, any number; they are decoded by `OnlineRecognizer.decode`.
-
-        ``samples``: floating (samples,), mono, of the recognizer's rate.
-        """
+        """Add mono samples, floating (samples,), at the recognizer's rate, for `decode`."""
         if self.finished:
             raise ValueError("`samples` must come before `finish`, but the stream is finished.")
         samples = np.asarray(samples)
@@ -268,10 +265,7 @@ class OnlineStream:
 
     @property
     def text(self) -> str:
-        """Text of the segment that is not yet final: a partial result.
-
-        In greedy search it only grows. With a beam it is that of the likeliest hypothesis.
-        """
+        """Text of the segment that is not yet final; with a beam, of the likeliest hypothesis."""
         return self._segments.text(self.tokens)
 
     def take(self) -> list[Segment]:
@@ -335,12 +329,7 @@ def _stream_search(
 def transcribe_online(
     recognizer: OnlineRecognizer, blocks: Iterable[np.ndarray]
 ) -> Iterator[Segment]:
-    """Transcribe audio while it arrives; yields segments as soon as they are final.
-
-    Samples are read on a thread, so that the recorder need not wait during decoding.
-
-    ``blocks``: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
-    """
+    """Transcribe blocks, float32 (samples,), that a thread reads; yields final segments."""
     stream = recognizer.open()
     for block in ahead(blocks):
         stream.feed(block)

@@ -49,10 +49,7 @@ def ctm(transcription: Transcription, recording: str = "") -> str:
 
 
 class GrowingFile:
-    """A recording in one of these formats, segment by segment: a valid file at any time.
-
-    A blank line follows each cue at once, so that readers know that it is complete.
-    """
+    """A recording segment by segment: a blank line after each cue makes it valid at any time."""
 
     def __init__(self, style: Literal["srt", "vtt", "ctm"], name: str) -> None:
         self.header = _VTT_HEADER + "\n" if style == "vtt" else ""
@@ -103,10 +100,7 @@ def _field(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return a text with blanks for control characters, and without directional marks.
-
-    The marks have no width; those of one cue would change the order of what follows on a terminal.
-    """
+    """Return a text without controls and directional marks, which reorder a terminal's line."""
     return _CONTROLS.sub(" ", _BIDI_MARKS.sub("", text))
 
 

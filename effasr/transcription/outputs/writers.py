@@ -71,10 +71,7 @@ class ResultWriter:
 
 
 class StreamWriter:
-    """Writes the segments of a stream to standard output, each as soon as it is known.
-
-    The output is a valid file of its format at any time.
-    """
+    """Writes segments of a stream to standard output: a valid file at any time."""
 
     def __init__(self, style: Style, name: str) -> None:
         self._style = style

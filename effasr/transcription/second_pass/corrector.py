@@ -31,10 +31,7 @@ _RECORDINGS = 32  # recordings whose segments are corrected together
 
 
 def joined_texts(alternatives: Iterable[Alternative]) -> str:
-    """Return the different texts of a list with separators, in the order of their ranks.
-
-    Of equal ranks the text decides, so that the order of the list does not matter.
-    """
+    """Join the different texts of a list in the order of ranks; of equal ones the text decides."""
     ranked = sorted(alternatives, key=lambda one: (-one.rank, " ".join(one.text.split())))
     texts = dict.fromkeys(" ".join(one.text.split()) for one in ranked)
     return SEPARATOR.join(text for text in texts if text)
@@ -59,11 +56,7 @@ class Corrector:
         self._writer, self._margin, self._words = writer, margin, words
 
     def results(self, results: Iterable[Result]) -> Iterator[Result]:
-        """Correct recordings, in order; failures stay as they are.
-
-        A recording in a language that the corrector does not know, or has no expert for, becomes a
-        failure.
-        """
+        """Correct recordings, in order; one in a language without an expert becomes a failure."""
         coming = iter(results)
         while group := list(islice(coming, _RECORDINGS)):
             yield from self._group(group)

@@ -213,10 +213,7 @@ _PATIENCE = 3
 
 
 class Passive:
-    """Answers each neighbour in a separate thread, so that none waits for another's updates.
-
-    A neighbour may be silent for up to three times ``timeout_s``.
-    """
+    """Answers each neighbour in a thread; one may be silent for ``_PATIENCE`` timeouts."""
 
     def __init__(
         self, mixer: Mixer, peers: Peers, transport: SocketTransport, timeout_s: float

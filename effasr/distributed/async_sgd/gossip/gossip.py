@@ -91,11 +91,7 @@ class Gossip:
         self._running = True
 
     def publish(self) -> None:
-        """Publish the weights after an update; the host does not wait for a GPU.
-
-        Only every ``period``-th call copies them. If the copy before is still in progress, because
-        the host is ahead of the GPU, the call does nothing.
-        """
+        """Publish the weights on every ``period``-th call, unless the last copy is in progress."""
         self._check()
         self._updates += 1
         if self._updates % self._period:
@@ -114,10 +110,7 @@ class Gossip:
         return self._mixer.take(self._updates)
 
     def drain(self) -> None:
-        """End all exchanges; the next `take` returns the rest.
-
-        The neighbours must call it as well: the call waits until active learners drain.
-        """
+        """End all exchanges; waits until active neighbours drain. The next `take` has the rest."""
         self._check()
         self._side.stop()
         while self._side.is_running():
@@ -129,10 +122,7 @@ class Gossip:
         self._running = False
 
     def abandon(self) -> None:
-        """End all exchanges at once without the neighbours; they cannot be restarted.
-
-        `take` still returns contributions that arrived completely.
-        """
+        """End all exchanges for good, at once; `take` still returns what arrived completely."""
         self._peers.end()
         self._transport.close()
         self._side.stop()

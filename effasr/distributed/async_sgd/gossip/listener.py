@@ -26,8 +26,10 @@ import selectors
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -70,11 +72,20 @@ def introduce(
     theirs, local = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
     about = key, connecting, listening, theirs, local
     hello = _HELLO.pack(_VERSION, connecting, listening, local, _proof(_CONNECTS, *about))
-    connection.settimeout(_left(until))
+    connection.settimeout(_remaining(until))
     connection.sendall(hello)
     answer = _receive(connection, _PROOF_BYTES, until)
     if not hmac.compare_digest(answer, _proof(_LISTENS, *about)):
         raise HandshakeError("another program answers")
+
+
+def _answer(connection: socket.socket, challenge: Challenge, until: float) -> int:
+    """Answer `introduce`; return the number of the learner that connected."""
+    connection.settimeout(_remaining(until))
+    connection.sendall(challenge.nonce)
+    peer, reply = challenge.verify(_receive(connection, HELLO_BYTES, until))
+    connection.sendall(reply)
+    return peer
 
 
 def _proof(
@@ -88,7 +99,7 @@ def _proof(
 def _receive(connection: socket.socket, size: int, until: float) -> bytes:
     received = bytearray()
     while len(received) < size:
-        connection.settimeout(_left(until))
+        connection.settimeout(_remaining(until))
         more = connection.recv(size - len(received))
         if not more:
             raise HandshakeError("it closed the connection")
@@ -96,7 +107,7 @@ def _receive(connection: socket.socket, size: int, until: float) -> bytes:
     return bytes(received)
 
 
-def _left(until: float) -> float:
+def _remaining(until: float) -> float:
     remaining = until - time.monotonic()
     if remaining <= 0:
         raise TimeoutError("it did not answer in time")
@@ -185,9 +196,8 @@ HANDSHAKE_S = 5.0  # Seconds from the acceptance of a connection to the end of i
 
 _PENDING = 128  # Largest number of concurrent handshakes; a further connection replaces the oldest
 
-_WAIT = (BlockingIOError, ssl.SSLWantReadError)
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_PAUSE_S = 0.05
+_POLL_S = 0.05  # Largest delay until the last handshake is noticed
 
 
 class Listener:
@@ -200,6 +210,10 @@ class Listener:
         self.rejected_connections = 0  # Number of dropped connections
         self._learner, self._context = learner, context
         self._reason = ""
+        self._lock = threading.Lock()
+        self._connected: dict[int, socket.socket] = {}
+        # Connections in their handshakes, the oldest first, with the reason if they were dropped
+        self._pending: dict[socket.socket, str] = {}
         self._sockets: list[socket.socket] = []
         refused = []
         for address in addresses:
@@ -224,31 +238,17 @@ class Listener:
     def accept(self, peers: Collection[int], until: float) -> dict[int, socket.socket]:
         """Wait until all neighbours have connected.
 
-        Handshakes run concurrently, so that a silent connection does not delay others.
+        Each handshake has a thread of its own, so that a silent connection does not delay others.
         """
-        result: dict[int, socket.socket] = {}
-        # Sorted by age; as the time limit is the same for all, the first expires first.
-        pending: dict[socket.socket, _Arrival] = {}
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector, ThreadPoolExecutor(_PENDING) as pool:
             for local in self._sockets:
                 selector.register(local, selectors.EVENT_READ)
-            while len(result) < len(peers) and (remaining := until - time.monotonic()) > 0:
-                if pending:
-                    oldest = next(iter(pending.values()))
-                    remaining = max(0.0, min(remaining, oldest.until - time.monotonic()))
-                for ready, _ in selector.select(remaining):
-                    arrival = ready.data
-                    if arrival is None:
-                        assert isinstance(ready.fileobj, socket.socket)
-                        self._welcome(ready.fileobj, selector, pending)
-                    elif arrival.connection in pending:
-                        self._advance(arrival, selector, pending, peers, result)
-                for arrival in list(pending.values()):
-                    if arrival.until > time.monotonic():
-                        break
-                    self._drop(arrival, selector, pending, "it was silent")
-            for arrival in list(pending.values()):
-                self._drop(arrival, selector, pending, "it was silent")
+            while len(self._connected) < len(peers) and (seconds := until - time.monotonic()) > 0:
+                for ready, _ in selector.select(min(seconds, _POLL_S)):
+                    assert isinstance(ready.fileobj, socket.socket)
+                    self._welcome(ready.fileobj, pool, peers)
+            while self._drop_oldest("it was silent"):
+                pass
         if self.rejected_connections:
             log.warning(
                 "learner %d dropped %d connections that are not of this run (the last: %s)",
@@ -256,123 +256,78 @@ class Listener:
                 self.rejected_connections,
                 self._reason,
             )
-        return result
+        return self._connected
 
     def _welcome(
-        self,
-        own: socket.socket,
-        selector: selectors.BaseSelector,
-        pending: dict[socket.socket, _Arrival],
+        self, local: socket.socket, pool: ThreadPoolExecutor, peers: Collection[int]
     ) -> None:
         try:
-            connection, address = own.accept()
+            connection, address = local.accept()
         except OSError as error:
-            if error.errno in _NO_DESCRIPTOR:
-                if pending:
-                    self._drop(next(iter(pending.values())), selector, pending, "too many came")
-                else:
-                    # The connection stays readable: without a pause this would be a busy loop.
-                    time.sleep(_PAUSE_S)
+            # Without a connection to drop, the new one stays readable: a busy loop but for a pause.
+            if error.errno in _NO_DESCRIPTOR and not self._drop_oldest("too many came"):
+                time.sleep(_POLL_S)
             return
-        if len(pending) >= _PENDING:
-            self._drop(next(iter(pending.values())), selector, pending, "too many came")
-        connection.setblocking(False)
-        arrival = _Arrival(connection, address[0], Challenge(self.key, self._learner))
+        if len(self._pending) >= _PENDING:
+            self._drop_oldest("too many came")
         try:
             if self._context is not None:
-                arrival.connection = self._context.wrap_socket(
+                connection = self._context.wrap_socket(
                     connection, server_side=True, do_handshake_on_connect=False
                 )
-            else:
-                arrival.challenge_other()
         except OSError as error:
-            arrival.connection.close()
-            self._count(arrival, str(error))
+            connection.close()
+            self._count(address[0], str(error))
             return
-        pending[arrival.connection] = arrival
-        selector.register(arrival.connection, selectors.EVENT_READ, arrival)
+        with self._lock:
+            self._pending[connection] = ""
+        until = time.monotonic() + HANDSHAKE_S
+        pool.submit(self._authenticate, connection, address[0], peers, until)
 
-    def _advance(
-        self,
-        arrival: _Arrival,
-        selector: selectors.BaseSelector,
-        pending: dict[socket.socket, _Arrival],
-        peers: Collection[int],
-        found: dict[int, socket.socket],
+    def _authenticate(
+        self, connection: socket.socket, address: str, peers: Collection[int], until: float
     ) -> None:
+        peer, reason = None, ""
         try:
-            peer = arrival.advance()
-            if peer is None:
-                return
+            if isinstance(connection, ssl.SSLSocket):
+                # The time limit is that of the whole handshake of TLS.
+                connection.settimeout(_remaining(until))
+                connection.do_handshake()
+            peer = _answer(connection, Challenge(self.key, self._learner), until)
             if peer not in peers:
                 raise HandshakeError(f"learner {peer} is not a neighbour")
+            connection.settimeout(None)
         except (OSError, HandshakeError) as error:
-            self._drop(arrival, selector, pending, str(error))
-            return
-        selector.unregister(arrival.connection)
-        del pending[arrival.connection]
-        if peer in found:
-            # The peer missed the reply to its first handshake and connected again.
-            found[peer].close()
-        arrival.connection.setblocking(True)
-        found[peer] = arrival.connection
+            peer, reason = None, str(error)
+            if isinstance(error, TimeoutError):
+                reason = "it was silent"
+        with self._lock:
+            dropped = self._pending.pop(connection)
+            if peer is not None and not dropped:
+                if peer in self._connected:
+                    # The peer missed the reply to its first handshake and connected again.
+                    self._connected[peer].close()
+                self._connected[peer] = connection
+                return
+            connection.close()
+            self._count(address, dropped or reason)
 
-    def _drop(
-        self,
-        arrival: _Arrival,
-        selector: selectors.BaseSelector,
-        pending: dict[socket.socket, _Arrival],
-        reason: str,
-    ) -> None:
-        selector.unregister(arrival.connection)
-        del pending[arrival.connection]
-        arrival.connection.close()
-        self._count(arrival, reason)
+    def _drop_oldest(self, reason: str) -> bool:
+        """Wake the thread of the oldest handshake, which drops it; False if there is none."""
+        with self._lock:
+            for connection, dropped in self._pending.items():
+                if not dropped:
+                    self._pending[connection] = reason
+                    with suppress(OSError):
+                        # The method of an SSLSocket would switch to plain text before.
+                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+                    return True
+        return False
 
-    def _count(self, arrival: _Arrival, reason: str) -> None:
+    def _count(self, address: str, reason: str) -> None:
         self.rejected_connections += 1
-        self._reason = f"from {arrival.address}: {reason}"
+        self._reason = f"from {address}: {reason}"
         log.debug("learner %d dropped a connection %s", self._learner, self._reason)
-
-
-class _Arrival:
-    """A connection in its handshake."""
-
-    def __init__(self, connection: socket.socket, address: str, challenge: Challenge) -> None:
-        self.connection: socket.socket = connection
-        self.address = address
-        self.until = time.monotonic() + HANDSHAKE_S
-        self._challenge = challenge
-        self._challenged = False
-        self._received = bytearray()
-
-    def challenge_other(self) -> None:
-        self._send(self._challenge.nonce)
-        self._challenged = True
-
-    def advance(self) -> int | None:
-        """Read available data; return the number of the learner once it is authenticated."""
-        try:
-            if not self._challenged:
-                if isinstance(self.connection, ssl.SSLSocket):
-                    self.connection.do_handshake()
-                self.challenge_other()
-            # Read until nothing is left: TLS may hold data that the selector does not see.
-            while missing := HELLO_BYTES - len(self._received):
-                more = self.connection.recv(missing)
-                if not more:
-                    raise HandshakeError("it closed the connection")
-                self._received += more
-        except _WAIT:
-            return None
-        peer, answer = self._challenge.verify(bytes(self._received))
-        self._send(answer)
-        return peer
-
-    def _send(self, message: bytes) -> None:
-        # This cannot block: the send buffer of a new connection has room for the message.
-        if self.connection.send(message) < len(message):
-            raise HandshakeError("it does not read what it is sent")
 
 
 def _listen(address: str) -> socket.socket:

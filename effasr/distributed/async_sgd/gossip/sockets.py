@@ -205,10 +205,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _let_go() -> None:
-    """Close the connections in a forked process, such as a data worker.
-
-    Otherwise the neighbours of a killed learner would wait until its workers end.
-    """
+    """Close connections in a forked process, for whose end neighbours would wait, too."""
     for transport in _transports:
         for connection in transport._connections.values():
             connection.close()
