@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
     from effasr.training.config import TrainConfig
     from effasr.training.resolve import find_tokenizer, resolve_config
 
-    provided = [
+    settings = [
         f"calibration.{name}={value}"
         for name in ("target_bytes", "target_share", "objective")
         if (value := getattr(options, name)) is not None
     ]
-    overrides = [*options.overrides, *provided, "data.frame_budget=auto"]
+    overrides = [*options.overrides, *settings, "data.frame_budget=auto"]
     config = resolve_config(configuration.load(TrainConfig, options.recipe, overrides), None)
     device = choose_device(config.training.device)
     tokenizer = find_tokenizer(config, None)
@@ -71,41 +71,41 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_line(result.to_json())
     else:
-        print_folded(text(result, [*options.overrides, *provided]))
+        print_folded(text(result, [*options.overrides, *settings]))
     return 0
 
 
-def text(found: Calibration, overrides: Sequence[str] = ()) -> str:
+def text(result: Calibration, overrides: Sequence[str] = ()) -> str:
     """Return a report of a calibration; ``overrides`` are those that training needs to find it."""
     from effasr.training.calibration.store import buckets_path_of, path_of
     from effasr.training.memory import gib
 
     why = {
         "memory": "more does not fit",
-        "throughput": f"more is hardly faster; {found.largest_frame_budget} would fit",
+        "throughput": f"more is hardly faster; {result.largest_frame_budget} would fit",
         "corpus": "the corpus fills no larger step",
-    }[found.limited_by]
+    }[result.limited_by]
     lines = [
-        f"frame budget   {found.frame_budget} ({why})",
-        f"token budget   {found.token_budget}",
-        f"peak memory    {gib(found.measured_bytes)} with the longest utterances together; "
-        f"predicted {gib(found.predicted_bytes)} ({100 * found.prediction_error:+.1f} %)",
-        f"target         {gib(found.target_bytes)}, of which predictions leave "
-        f"{100 * found.margin:.0f} % free",
-        f"speed          {found.audio_seconds_per_second:.0f} s of audio per second",
-        f"trials         {len(found.trials)} in {found.seconds:.0f} s",
+        f"frame budget   {result.frame_budget} ({why})",
+        f"token budget   {result.token_budget}",
+        f"peak memory    {gib(result.measured_bytes)} with the longest utterances together; "
+        f"predicted {gib(result.predicted_bytes)} ({100 * result.prediction_error:+.1f} %)",
+        f"target         {gib(result.target_bytes)}, of which predictions leave "
+        f"{100 * result.margin:.0f} % free",
+        f"speed          {result.audio_seconds_per_second:.0f} s of audio per second",
+        f"trials         {len(result.trials)} in {result.seconds:.0f} s",
         "",
-        f"kept           {path_of(found.fingerprint)}",
+        f"kept           {path_of(result.fingerprint)}",
         *(
-            [f"buckets        {buckets_path_of(found.fingerprint)}"]
-            if found.bucket_batch_sizes
+            [f"buckets        {buckets_path_of(result.fingerprint)}"]
+            if result.bucket_batch_sizes
             else []
         ),
         "",
         "to use it:",
         f"  {' '.join(['data.frame_budget=auto', *overrides])}",
         "or, with the numbers:",
-        f"  data.frame_budget={found.frame_budget} data.token_budget={found.token_budget} "
-        f"data.max_sequences={found.max_sequences}",
+        f"  data.frame_budget={result.frame_budget} data.token_budget={result.token_budget} "
+        f"data.max_sequences={result.max_sequences}",
     ]
     return "\n".join(lines)

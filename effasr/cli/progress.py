@@ -30,11 +30,11 @@ _LEAST_WIDTH_FOR_BAR = 100
 @contextmanager
 def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
     """Yield a function of how many are done, of how many, and of how many seconds of audio."""
-    visible, due, started = sys.stderr.isatty(), 0.0, time.monotonic()
+    is_terminal, due, started = sys.stderr.isatty(), 0.0, time.monotonic()
 
     def show(done: int, total: int | None = None, audio: float | None = None) -> None:
         nonlocal due
-        if not visible:
+        if not is_terminal:
             return
         now = time.monotonic()
         if now >= due:

@@ -57,6 +57,6 @@ class Suppression:
         return best.gather(1, first)[:, 0]
 
     def applied(self, logits: Tensor, begins: Tensor) -> Tensor:
-        """Return logits, float32 (N, V), with suppressed tokens at `FORBIDDEN`; ``begins``: (N,)"""
+        """Return logits, float32 (N, V), with suppressed tokens at `FORBIDDEN`; ``begins`` (N,)."""
         logits = logits.index_fill(1, self.always, FORBIDDEN)
         return torch.where(begins[:, None], logits.index_fill(1, self.begin, FORBIDDEN), logits)

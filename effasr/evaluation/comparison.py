@@ -66,41 +66,41 @@ def compare(scored: Sequence[Scored]) -> str:
     ):
         table.add_column(column, justify="left" if column in ("set", "system") else "right")
     scored = _numbered_where_equal(scored)
-    for name in dict.fromkeys(one.set_name for one in scored):
-        systems = [one for one in scored if one.set_name == name]
-        for one in systems:
-            counts = total(one.errors.values())
-            low, high = interval(list(one.errors.values()))
+    for name in dict.fromkeys(item.set_name for item in scored):
+        systems = [item for item in scored if item.set_name == name]
+        for item in systems:
+            counts = total(item.errors.values())
+            low, high = interval(list(item.errors.values()))
             table.add_row(
                 name,
-                one.system,
-                f"{counts.utterances}" + (f" (-{one.failed})" if one.failed else ""),
+                item.system,
+                f"{counts.utterances}" + (f" (-{item.failed})" if item.failed else ""),
                 percent(counts.wer),
                 f"{percent(low)} - {percent(high)}",
                 percent(counts.cer),
-                f"{one.rtfx:.0f}",
-                "" if one is systems[0] else _against(systems[0], one),
+                f"{item.rtfx:.0f}",
+                "" if item is systems[0] else _against(systems[0], item),
             )
     return to_text(table) + "\n"
 
 
 def _numbered_where_equal(scored: Sequence[Scored]) -> list[Scored]:
     """Return the results with numbers after names that several systems of a set have."""
-    count = Counter((one.set_name, one.system) for one in scored)
+    count = Counter((item.set_name, item.system) for item in scored)
     seen: Counter[tuple[str, str]] = Counter()
     result = []
-    for one in scored:
-        key = one.set_name, one.system
+    for item in scored:
+        key = item.set_name, item.system
         seen[key] += 1
         is_unique = count[key] == 1
-        result.append(one if is_unique else replace(one, system=f"{one.system} ({seen[key]})"))
+        result.append(item if is_unique else replace(item, system=f"{item.system} ({seen[key]})"))
     return result
 
 
-def _against(first: Scored, one: Scored) -> str:
-    common = [name for name in first.errors if name in one.errors]
+def _against(first: Scored, item: Scored) -> str:
+    common = [name for name in first.errors if name in item.errors]
     before = [first.errors[name] for name in common]
-    after = [one.errors[name] for name in common]
+    after = [item.errors[name] for name in common]
     if not common or not total(before).words:
         return "-"
     difference = 100 * (total(after).wer - total(before).wer)
@@ -113,13 +113,13 @@ def _read(folder: Path, system: str | None, set_name: str, normalizer: str | Non
     try:
         summary: dict[str, Any] = read_summary(folder)
         if system is None:
-            *_, above, own = ("", *folder.absolute().parts)
-            set_name = str(summary.get("set", own))
+            *_, above, folder_name = ("", *folder.absolute().parts)
+            set_name = str(summary.get("set", folder_name))
             if above == "evaluation":
                 # runs/NAME/evaluation/SET, or another name for another search.
                 above = folder.absolute().parts[-3]
-                own = own if set_name == own else f"{above}/{own}"
-            system = above if set_name == own else own
+                folder_name = folder_name if set_name == folder_name else f"{above}/{folder_name}"
+            system = above if set_name == folder_name else folder_name
         path = folder / HYPOTHESES
         verify(folder, summary.get("files", {}))
         rows = [parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path)]

@@ -1,4 +1,4 @@
-"""Evaluation of a model on a set of recordings or of text pairs."""
+"""Evaluation of a model on a set of recordings or of text pairs, and pairs of its errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lhotse.cut import Cut
 
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.cuts import prompt_of
-from effasr.data.manifest.pairs import TextPair
+from effasr.data.manifest.pairs import SOURCE_NAME, SOURCE_TEXT, TextPair
 from effasr.data.manifest.reader import named
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from effasr.evaluation.word_confidence import judge
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr.transcription.results import Failure, Result, Transcription
+from effasr.transcription.second_pass.corrector import joined_texts, text_prompt
 from effasr.transcription.second_pass.text_to_text import TextToText
 
 
@@ -187,3 +189,40 @@ def _group(prompt: Prompt) -> str:
     if prompt.source == prompt.target:
         return prompt.source
     return f"{prompt.source}->{prompt.target}"
+
+
+def correction_pairs(
+    model: ASRModel,
+    tokenizer: Tokenizer,
+    cuts: Iterable[Cut],
+    config: DecodingConfig,
+    on_result: Callable[[Result], None] | None = None,
+    source_name: str | None = None,
+) -> Iterator[dict[str, Any] | Failure]:
+    """Yield the lines of a manifest of text pairs, which `effasr.data.manifest.pairs` reads.
+
+    ``source_text`` is the list of an utterance, of the ``config.nbest`` best texts, and ``text``
+    its reference. Both are of the language of the text, so that the task is to transcribe. An
+    utterance that was not transcribed, whose texts are all empty, or whose reference is, gives a
+    failure. ``source_name`` becomes the ``source`` of each line.
+    """
+    recognizer = Recognizer(model, tokenizer, config)
+    for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result):
+        if isinstance(result, Failure):
+            yield result
+            continue
+        source, text = joined_texts(result.alternatives), reference.strip()
+        if not source or not text:
+            empty = "its reference" if source else "every text of its list"
+            yield Failure(result.id, f"no pair: {empty} is empty")
+            continue
+        target = text_prompt(prompt)
+        yield {
+            "id": result.id,
+            SOURCE_TEXT: source,
+            "text": text,
+            "source_lang": target.source,
+            "target_lang": target.target,
+            "pnc": target.punctuation,
+            **({} if source_name is None else {SOURCE_NAME: source_name}),
+        }

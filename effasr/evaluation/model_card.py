@@ -118,12 +118,12 @@ class ModelCard:
             "| set | utterances | words | WER % | 95 % interval | CER % | normaliser | RTFx |",
             "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
         ]
-        for one in self.tested:
-            found = one.result
+        for tested in self.tested:
+            result = tested.result
             rows.append(
-                f"| {_cell(one.name)} | {found['utterances']} | {found['words']} | "
-                f"{percent(found['wer'])} | {_interval(found.get('wer_interval'))} | "
-                f"{percent(found['cer'])} | {_cell(found['normalizer'])} | {found['rtfx']:g} |"
+                f"| {_cell(tested.name)} | {result['utterances']} | {result['words']} | "
+                f"{percent(result['wer'])} | {_interval(result.get('wer_interval'))} | "
+                f"{percent(result['cer'])} | {_cell(result['normalizer'])} | {result['rtfx']:g} |"
             )
         note = (
             "RTFx is seconds of audio per second, loading included, on the machine that evaluated."
@@ -199,15 +199,15 @@ def _checked(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _result(one: TestedSet) -> dict[str, Any]:
-    normalizer = one.result["normalizer"]
+def _result(tested: TestedSet) -> dict[str, Any]:
+    normalizer = tested.result["normalizer"]
     return {
         "task": {"type": "automatic-speech-recognition", "name": "Speech recognition"},
-        "dataset": {"type": one.name, "name": one.name},
+        "dataset": {"type": tested.name, "name": tested.name},
         "metrics": [
             {
                 "type": "wer",
-                "value": round(100 * one.result["wer"], 2),
+                "value": round(100 * tested.result["wer"], 2),
                 "name": f"WER % (normaliser {normalizer})",
             }
         ],

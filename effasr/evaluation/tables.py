@@ -56,24 +56,27 @@ def wer_table(evaluation: Evaluation) -> str:
         lines.append(
             f"{rate} of the best of {evaluation.nbest} alternatives (oracle): {percent(oracle)} %"
         )
-    if (found := evaluation.confidence) is not None and found.words:
-        ece, auc = percent(found.ece), "-" if found.auc is None else f"{found.auc:.3f}"
+    if (confidence := evaluation.confidence) is not None and confidence.words:
+        ece, auc = (
+            percent(confidence.ece),
+            "-" if confidence.auc is None else f"{confidence.auc:.3f}",
+        )
         kind = "calibrated" if evaluation.calibrated else "raw"
         lines.append(
-            f"confidence of {found.words} words ({kind}): calibration error {ece} %, area under "
-            f"the curve {auc}"
+            f"confidence of {confidence.words} words ({kind}): calibration error {ece} %, area "
+            f"under the curve {auc}"
         )
     if evaluation.truncated:
         lines.append(f"{evaluation.truncated} were cut at the maximum length")
     if evaluation.failures:
         lines.append(f"{len(evaluation.failures)} failed and are not counted:")
-        shown = evaluation.failures[:_MOST_FAILURES]
+        first = evaluation.failures[:_MOST_FAILURES]
         width = display_width() or _WIDE
-        for failure in shown:
+        for failure in first:
             row = f"  {one_line(failure.id)}: {one_line(failure.reason)}"
             lines += fold(row, width, "    ")
-        if len(shown) < len(evaluation.failures):
-            lines.append(f"  and {len(evaluation.failures) - len(shown)} more")
+        if len(first) < len(evaluation.failures):
+            lines.append(f"  and {len(evaluation.failures) - len(first)} more")
     return "\n".join(lines) + "\n"
 
 

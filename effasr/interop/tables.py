@@ -165,7 +165,7 @@ class Section:
         for key, (default, is_met, rule) in {**constants, **self.fixed}.items():
             value = mapping.get(key, default)
             if not is_met(value):
-                raise ValueError(f"`{where}.{key}` must be {rule}, but is {_shown(value)}.")
+                raise ValueError(f"`{where}.{key}` must be {rule}, but is {_format(value)}.")
         for key, off in self.training.items():
             value = mapping.get(key)
             if unused is not None and value is not None and value != off:
@@ -187,7 +187,7 @@ class Section:
     def _check_names(self, where: str, mapping: Mapping[str, Any]) -> None:
         target, name = mapping.get("_target_"), str(self.target).rsplit(".", 1)[-1]
         if self.target and str(target).rsplit(".", 1)[-1] != name:
-            raise ValueError(f"`{where}._target_` must be {name}, but is {_shown(target)}.")
+            raise ValueError(f"`{where}._target_` must be {name}, but is {_format(target)}.")
         if self.ignored is None:
             return
         existing = {option for option, *_ in self.fields.values()} | {"_target_"}
@@ -203,7 +203,7 @@ class Section:
 
 def only(*values: Any, default: Any = None) -> Rule:
     """A rule that allows these values, the first of which is the default unless given."""
-    names = " or ".join(_shown(value) for value in values)
+    names = " or ".join(_format(value) for value in values)
     return values[0] if default is None else default, lambda value: value in values, names
 
 
@@ -220,7 +220,7 @@ def one_of(*choices: int | str) -> Check:
     def check(where: str, value: Any) -> Any:
         if isinstance(value, bool) or value not in choices:
             rule = " or ".join(map(str, choices))
-            raise ValueError(f"`{where}` must be {rule}, but is {_shown(value)}.")
+            raise ValueError(f"`{where}` must be {rule}, but is {_format(value)}.")
         return value
 
     return check
@@ -242,7 +242,7 @@ def switch(where: str, value: Any) -> bool:
     return value
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     """A value as YAML and JSON write it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
@@ -32,7 +33,6 @@ from effasr.nn.parameters import evaluate_frozen, touch_unused_parameters
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.stack import is_empty, join_skipped, skip_branch
 from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
-from effasr_kernels.shared.cpu.onednn_caches import limit_onednn_caches
 
 if TYPE_CHECKING:
     from effasr.model.language_model.model import LanguageModel
@@ -60,6 +60,9 @@ _RESETTABLE = (
 )
 
 
+_ONEDNN_ENTRIES = 64  # of each cache: more than the shapes of one batch, in which layers repeat
+
+
 class ASRModel(nn.Module):
     """Speech model over packed batches, with up to three outputs.
 
@@ -70,7 +73,7 @@ class ASRModel(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
-        limit_onednn_caches()
+        _limit_onednn_caches()
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.features = LogMel(config.features)
@@ -345,3 +348,13 @@ def _cross_entropy(
             # `gather_losses` uses the sum; per utterance it has no gradient.
             uniform_gradient=True,
         )
+
+
+def _limit_onednn_caches() -> None:
+    """Limit the caches of oneDNN and of ideep, unless the environment sets their capacity."""
+    # oneDNN compiles code for each shape and keeps that of the last 1024 shapes. A packed batch
+    # seldom has the length of another one, so that hardly an entry is used in a later batch, and a
+    # process grows by hundreds of megabytes in its first thousand batches. Both libraries read the
+    # environment at their first operation; a later call has no effect.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(_ONEDNN_ENTRIES))

@@ -81,14 +81,16 @@ class _Count:
     """FLOPs that a backward omits, by the quantity they grow with; adapters count negatively."""
 
     def __init__(self) -> None:
-        self.left: Counter[str] = Counter()
+        self.omitted: Counter[str] = Counter()
 
     def shared(self, forward: CostModel) -> CostModel:
         """Return a third of the FLOPs of a step with this forward."""
         whole = {name: _FORWARD_AND_BACKWARD * getattr(forward, name) for name in FACTORS}
         return replace(
             forward,
-            **{name: (whole[name] - self.left[name]) / _FORWARD_AND_BACKWARD for name in FACTORS},
+            **{
+                name: (whole[name] - self.omitted[name]) / _FORWARD_AND_BACKWARD for name in FACTORS
+            },
         )
 
     def product(
@@ -96,12 +98,12 @@ class _Count:
     ) -> None:
         """Count a linear layer; its inputs need gradients if ``reached``, rows use a ``share``."""
         flops = round(2 * share * module.weight.numel())
-        self.left[kind] += flops * (not module.weight.requires_grad) + flops * (not reached)
+        self.omitted[kind] += flops * (not module.weight.requires_grad) + flops * (not reached)
         if isinstance(module, (LoRALinear, LoRAGroupedLinear)):
             a, b = module.lora_a, module.lora_b
             if a is not None and b is not None:
                 adapter = round(2 * share * (a.numel() + b.numel()))
-                self.left[kind] -= _FORWARD_AND_BACKWARD * adapter
+                self.omitted[kind] -= _FORWARD_AND_BACKWARD * adapter
 
     def layer(self, layer: nn.Module, reached: bool, kind: str, **others: int) -> bool:
         """Count a layer's products but `_APART`; return whether the backward reaches what follows.
@@ -120,7 +122,7 @@ class _Count:
                 if module.router is not None:
                     self.product(kind, module.router, reached)
         for name, flops in others.items():
-            self.left[name] += 2 * flops * (not reached)
+            self.omitted[name] += 2 * flops * (not reached)
         return reached
 
     def encoder(self, model: ASRModel) -> bool:
@@ -130,7 +132,7 @@ class _Count:
             return self._transformer(encoder, subsampling_cost(model.config))
         config = encoder.config
         reached = _learns(encoder.subsampling)
-        self.left["frame"] += 2 * subsampling_cost(model.config) * (not reached)
+        self.omitted["frame"] += 2 * subsampling_cost(model.config) * (not reached)
         if encoder.subsampling_norm is not None:
             reached = reached or _learns(encoder.subsampling_norm)
         products = 3 if config.position == "relative" else 2
@@ -138,12 +140,12 @@ class _Count:
             learns = layer.conv.depthwise.weight.requires_grad  # type: ignore[union-attr]
             reached = self.layer(layer, reached, "frame", frame_pair=products * 2 * config.width)
             taps = 2 * config.conv_kernel * config.width
-            self.left["frame"] += taps * (not learns) + taps * (not reached)
+            self.omitted["frame"] += taps * (not learns) + taps * (not reached)
         return reached
 
     def _transformer(self, encoder: WhisperEncoder, stem: int) -> bool:
         reached = _learns(encoder.stem)
-        self.left["frame"] += 2 * stem * (not reached)
+        self.omitted["frame"] += 2 * stem * (not reached)
         if encoder.embed_positions is not None:
             reached = reached or _learns(encoder.embed_positions)
         for layer in encoder.layers:
@@ -175,7 +177,7 @@ class _Count:
             assert isinstance(layer, nn.Linear)
             flops = 2 * layer.weight.numel() // model.config.stack
             learns = layer.weight.requires_grad
-            self.left["frame"] += flops * (not learns) + flops * (not reached and number == 0)
+            self.omitted["frame"] += flops * (not learns) + flops * (not reached and number == 0)
             reached = reached or _learns(layer)
         reached = reached or _learns(model.embed_tokens)
         for module in model.model.modules():
@@ -184,13 +186,13 @@ class _Count:
                 reached = reached or _learns(module)
         pairs = sizes.layers * 2 * sizes.attention
         for kind in ("token", "token_pair"):
-            self.left[kind] += 2 * pairs * (not reached)
+            self.omitted[kind] += 2 * pairs * (not reached)
         self._output(model, reached)
 
     def _output(self, decoder: Decoder | LanguageModel, reached: bool) -> None:
         weight = decoder.output_weight
         flops = 2 * weight.numel()
-        self.left["token"] += flops * (not weight.requires_grad) + flops * (not reached)
+        self.omitted["token"] += flops * (not weight.requires_grad) + flops * (not reached)
 
     def transducer(self, model: ASRModel, reached: bool) -> None:
         """Count the transducer; the predictor counts as a whole."""
@@ -200,7 +202,7 @@ class _Count:
         self.product("frame", head.encoder_projection, reached)
         self.product("token", head.predictor_projection, predicts)
         projection = 2 * head.predictor_projection.weight.numel()
-        self.left["token"] += 2 * (predictor_cost(head.config) - projection) * (not predicts)
+        self.omitted["token"] += 2 * (predictor_cost(head.config) - projection) * (not predicts)
         before = reached or predicts or _learns(head.encoder_projection, head.predictor_projection)
         self.product("token_frame", head.output, before)
 

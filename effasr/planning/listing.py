@@ -465,7 +465,7 @@ def select(
     frames = limits.framing.frames(samples.astype(np.int64))
     rows.lengths = replace(rows.lengths, frames=frames)
     rows.apply((*FRAME_RULES, *TOKEN_RULES))
-    selected = rows.kept
+    selected = rows.remaining
     source_of_list = np.array([0] * len(listing.paths) if sources is None else sources, np.int64)
     columns = UtteranceColumns(
         listing.seconds[selected],
@@ -498,22 +498,22 @@ class _LengthFilter:
             ctc_frames=listing.texts,
             monotonic=listing.monotonic,
         )
-        self.kept = np.arange(len(listing))
+        self.remaining = np.arange(len(listing))
         self.dropped = list(listing.dropped)
 
     def apply(self, rules: Sequence[Rule]) -> None:
         for rule in rules:
             if (limit := rule.active_limit(self._limits)) is not None:
                 # Only of what is kept: rates of utterances that are too short might overflow.
-                is_broken = rule.is_broken(self.lengths[self.kept], limit)
-                self.drop(self.kept[is_broken], rule.reason, partial(self._explain, rule))
+                is_broken = rule.is_broken(self.lengths[self.remaining], limit)
+                self.drop(self.remaining[is_broken], rule.reason, partial(self._explain, rule))
 
     def drop(self, rows: np.ndarray, reason: Reason, details: Callable[[int], str]) -> None:
         """Drop these utterances, as far as they are kept."""
-        for index in np.intersect1d(self.kept, rows).tolist():
+        for index in np.intersect1d(self.remaining, rows).tolist():
             name, seconds = self._listing.name(index), float(self._listing.seconds[index])
             self.dropped.append(Dropped(name, reason, details(index), "", seconds))
-        self.kept = np.setdiff1d(self.kept, rows)
+        self.remaining = np.setdiff1d(self.remaining, rows)
 
     def _explain(self, rule: Rule, index: int) -> str:
         return rule.explain(self.lengths[index], self._limits)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
+from effasr import config
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.statistics.guidance import COLUMNS
 from effasr.data.statistics.survey import FramesPerToken
 from effasr.untrusted.display import fold
-from effasr.untrusted.documents import dump_scalar
+from effasr.untrusted.documents import dump_scalar, read_yaml
 
 SPEEDS = (0.9, 1.0, 1.1)
 """Speed perturbation factors, as in the recipes of Kaldi, icefall and ESPnet."""
@@ -76,109 +79,15 @@ class Practice:
         return round(min(max(0.9, 1 - 20 / steps), 0.9999), 4)
 
 
-PRACTICE = (
-    Practice(
-        hours=1,
-        under=4,
-        width=144,
-        heads=4,
-        encoder_layers=4,
-        decoder_layers=2,
-        mel_bins=64,
-        subsampling_channels=32,
-        small=True,
-        freq_width=15,
-        time_masks=4,
-        batch_seconds=20,
-        epochs=45,
-        least_steps=8000,
-        lr=1.5e-3,
-        warmup_steps=200,
-        ctc_weights=(0.5, 0.9),
-        schedule="name: flat_cosine, min_ratio: 0.02",
-        guided_weight=2.0,
-        sources=(
-            "ESPnet ml_superb, 1 hour (train_asr_fbank_single.yaml): width 256, 2 layers, CTC, 32",
-            "  utterances a step, 15,000 steps, dropout 0.1, SpecAugment",
-            "SpeechBrain conformer_small.yaml: width 144",
-            "effasr's own recipe small: layers, batch, learning rate and schedule",
-        ),
-    ),
-    Practice(
-        hours=10,
-        under=30,
-        width=176,
-        heads=4,
-        encoder_layers=12,
-        decoder_layers=4,
-        subsampling_channels=128,
-        small=True,
-        time_masks=5,
-        batch_seconds=240,
-        epochs=80,
-        least_steps=5000,
-        lr=1.5e-3,
-        warmup_steps=1000,
-        schedule="name: flat_cosine, min_ratio: 0.02",
-        guided_weight=1.0,
-        sources=(
-            "NeMo conformer_ctc_bpe.yaml and fast-conformer_ctc_bpe.yaml, small (14 M): width 176,",
-            "  4 heads, 16 layers, 5 time masks; fewer layers here, for fewer hours",
-            "ESPnet commonvoice (egs2/commonvoice/asr1/run.sh): 150 pieces for most languages",
-        ),
-    ),
-    Practice(
-        hours=100,
-        under=300,
-        width=256,
-        heads=4,
-        encoder_layers=16,
-        decoder_layers=6,
-        time_masks=5,
-        batch_seconds=960,
-        epochs=106,
-        least_steps=10_000,
-        lr=2.0e-3,
-        warmup_steps=5000,
-        schedule="name: inverse_sqrt",
-        guided_weight=1.0,
-        sources=(
-            "ESPnet librispeech_100 (train_asr_conformer_lr2e-3_warmup15k_*.yaml): width 256,",
-            "  12 + 6 layers, dropout 0.1, CTC 0.3, learning rate 2e-3, 70 epochs at 3 speeds,",
-            "  5 time masks, average of 10 checkpoints",
-            "icefall librispeech (RESULTS-100hours.md): 500 pieces, 60 epochs, 600 s a step",
-            "NeMo fast-conformer_ctc_bpe.yaml, medium (32 M): width 256, 4 heads, 16 layers",
-        ),
-    ),
-    Practice(
-        hours=1000,
-        under=None,
-        width=512,
-        heads=8,
-        encoder_layers=17,
-        decoder_layers=6,
-        time_masks=10,
-        batch_seconds=960,
-        epochs=42,
-        least_steps=50_000,
-        lr=1.0e-3,
-        warmup_steps=10_000,
-        schedule="name: inverse_sqrt",
-        guided_weight=1.0,
-        sources=(
-            "NeMo fast-conformer_ctc_bpe.yaml, large (120 M): width 512, 8 heads, 17 layers,",
-            "  10 time masks, learning rate 1e-3, weight decay 1e-3",
-            "ESPnet librispeech (train_asr_conformer10_hop_length160.yaml): width 512,",
-            "  12 + 6 layers, 50 epochs, 10 time masks, CTC 0.3, average of 10 checkpoints",
-            "SpeechBrain conformer_large.yaml: width 512, 12 + 6 layers, rate 8e-4, CTC 0.3",
-        ),
-    ),
-)
+@cache
+def practices() -> tuple[Practice, ...]:
+    rows = read_yaml(Path(__file__).parent / "practice.yaml")
+    return tuple(config.from_mapping(Practice, row) for row in rows)
 
 
 def practice_for(hours: float) -> Practice:
     """Return the row for a corpus of ``hours``."""
-    return next(row for row in PRACTICE if row.under is None or hours < row.under)
+    return next(row for row in practices() if row.under is None or hours < row.under)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

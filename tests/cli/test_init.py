@@ -10,7 +10,7 @@ import pytest
 from effasr import config
 from effasr.data.features.frame_geometry import Framing
 from effasr.planning.initial import Initial
-from effasr.planning.recipe import PRACTICE, practice_for, recipe_text
+from effasr.planning.recipe import practice_for, practices, recipe_text
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 
@@ -51,8 +51,8 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", PRACTICE, ids=lambda row: f"{row.hours} h")
-@pytest.mark.representative(row=PRACTICE[0])
+@pytest.mark.parametrize("row", practices(), ids=lambda row: f"{row.hours} h")
+@pytest.mark.representative(row=practices()[0])
 def test_every_size_trains(row, effasr, workplace, tmp_path):
     result = Initial.of(
         [workplace.folder / "train"],
@@ -84,7 +84,7 @@ def test_practice_goes_by_hours(hours, size):
 
 
 def test_steps_grow_with_the_hours_and_averages_with_the_steps():
-    for row in PRACTICE:
+    for row in practices():
         assert row.steps(0.01) == row.least_steps
         assert row.least_steps < row.steps(1.5 * row.hours) < row.steps(2.0 * row.hours)
         assert row.steps(1e9) == 300_000
@@ -93,7 +93,7 @@ def test_steps_grow_with_the_hours_and_averages_with_the_steps():
 
 def test_the_batch_has_the_seconds_of_practice_and_holds_the_longest(workplace):
     made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
-    for row in PRACTICE:
+    for row in practices():
         for subsampling in (4, 8):
             for device in ("cpu", "cuda"):
                 requested = replace(
@@ -110,14 +110,14 @@ def test_an_utterance_counts_with_the_silence_that_extends_it(workplace):
     """A Whisper computes 30 s of each utterance, however short it is."""
     made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
     requested = replace(
-        made, practice=PRACTICE[1], hours=10.0, utterances=9000, longest=6.0,
+        made, practice=practices()[1], hours=10.0, utterances=9000, longest=6.0,
         framing=Framing(subsampling=2, minimum=1500), device="cpu",
     )  # fmt: skip
     budget, count = requested.frames
     assert budget % 1500 == 0
     utterances = budget * count / 1500
     assert requested.step_seconds == pytest.approx(4.0 * utterances)
-    assert requested.step_seconds == pytest.approx(PRACTICE[1].batch_seconds, rel=0.15)
+    assert requested.step_seconds == pytest.approx(practices()[1].batch_seconds, rel=0.15)
 
 
 def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from effasr.decoding.continuous_batching.cuda_graph import Readback, StepGraph
+from effasr.decoding.continuous_batching.engine import Readback, StepGraph
 from effasr.training.cuda_graph import MicroBatchGraph
 from effasr_kernels.runtime import counters
 

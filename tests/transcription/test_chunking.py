@@ -3,9 +3,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from effasr.transcription.inputs.chunking import Chunk, split_at_pauses
+from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 
 RATE = 16_000
+
+
+def split_at_pauses(audio, sample_rate, **limits):
+    pairs = cut_at_pauses([audio] if len(audio) else [], sample_rate, total=len(audio), **limits)
+    return [chunk for chunk, _ in pairs]
 
 
 def _noise(seconds: float, seed: int = 0) -> np.ndarray:

@@ -18,7 +18,7 @@ from effasr.data.audio.waveform import AudioError, read_audio
 from effasr.decoding.config import DecodingConfig
 from effasr.transcription.decode_queue import ContinuousBatches
 from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
-from effasr.transcription.inputs.chunking import cut_at_pauses, split_at_pauses
+from effasr.transcription.inputs.chunking import cut_at_pauses
 from effasr.transcription.results import Failure, Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
 
@@ -78,7 +78,9 @@ def test_blocks_are_cut_as_the_whole_is(noise, seconds, size) -> None:
     audio = noise(seconds, seed=5)
     limits = {"chunk_seconds": 2.0, "search_seconds": 0.5}
     cut = list(cut_at_pauses(pieces(audio, size), RATE, total=len(audio), **limits))
-    assert [chunk for chunk, _ in cut] == split_at_pauses(audio, RATE, **limits)
+    assert [chunk for chunk, _ in cut] == [
+        chunk for chunk, _ in cut_at_pauses([audio], RATE, total=len(audio), **limits)
+    ]
     for chunk, samples in cut:
         assert np.array_equal(samples, audio[chunk.start : chunk.end])
 

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.checkpoint import load_best
     from effasr.data.atomic_files import atomic_file
     from effasr.distributed.process_group import choose_device
-    from effasr.evaluation.correction_data import correction_pairs
+    from effasr.evaluation.evaluate import correction_pairs
     from effasr.transcription.json_files import json_line
     from effasr.transcription.results import Failure
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     count = 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with decoding_progress(len(cuts)) as decoded, atomic_file(options.out) as file:
-        for one in correction_pairs(
+        for item in correction_pairs(
             loaded.model,
             loaded.tokenizer,
             cuts,
@@ -71,10 +71,10 @@ def run(options: argparse.Namespace) -> int:
             on_result=decoded,
             source_name=options.source,
         ):
-            if isinstance(one, Failure):
-                failures.append(one)
+            if isinstance(item, Failure):
+                failures.append(item)
             else:
-                file.write(json_line(one).encode("utf-8"))
+                file.write(json_line(item).encode("utf-8"))
                 count += 1
         if not count:
             first = failures[0]
@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
                 f"first, {first.id}: {first.reason}"
             )
     print_line(f"{count} pairs in {options.out}")
-    for one in failures[:_MOST_SHOWN]:
-        log("make-correction-data", f"{one.id}: {one.reason}")
+    for item in failures[:_MOST_SHOWN]:
+        log("make-correction-data", f"{item.id}: {item.reason}")
     if failures:
         log("make-correction-data", f"{len(failures)} utterances gave no pair")
     return 1 if failures else 0

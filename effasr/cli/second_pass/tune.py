@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     cuts, unreadable = read_cuts(options, loaded.prompt.source)
     tried = itertools.count(1)
     with decoding_progress(len(cuts)) as decoded, progress_counter("trials of weights") as trials:
-        found = tune(
+        result = tune(
             loaded.model,
             loaded.tokenizer,
             cuts,
@@ -95,11 +95,11 @@ def run(options: argparse.Namespace) -> int:
             on_result=decoded,
             on_trial=lambda: trials(next(tried)),
         )
-    print_folded(found.report())
+    print_folded(result.report())
     of = "" if options.averaged is None else f" with --averaged {options.averaged}"
-    write_decoding(path, found.config, found.comment(set_name(options.manifest) + of))
+    write_decoding(path, result.config, result.comment(set_name(options.manifest) + of))
     print_line(f"written to {path}")
-    if found.failures:
-        log("tune", f"{len(found.failures)} utterances failed and are not counted")
+    if result.failures:
+        log("tune", f"{len(result.failures)} utterances failed and are not counted")
         return 1
     return 0

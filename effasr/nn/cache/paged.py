@@ -55,7 +55,7 @@ class PagedCache:
         self.lengths = torch.zeros(rows, **integers)
         self.most = pages
         self._free = list(range(pages, 0, -1))
-        self._own: list[list[int]] = [[] for _ in range(rows)]
+        self._row_pages: list[list[int]] = [[] for _ in range(rows)]
         self._beginning: Tensor | None = None
 
     @property
@@ -72,14 +72,14 @@ class PagedCache:
                     f"PagedCache: `lengths` must fit into the {len(self._free)} pages that are "
                     f"free, and {most} of a row, but {length} places need {count}."
                 )
-            self._own[row] = [self._free.pop() for _ in range(count)]
+            self._row_pages[row] = [self._free.pop() for _ in range(count)]
         self._copy_table(rows)
 
     def release(self, rows: Sequence[int]) -> None:
         """Take all pages from rows; what they still write goes to the unread page."""
         for row in rows:
-            self._free += reversed(self._own[row])
-            self._own[row] = []
+            self._free += reversed(self._row_pages[row])
+            self._row_pages[row] = []
         self._copy_table(rows)
         self.lengths.index_fill_(0, self.sizes.integers(rows), 0)
 
@@ -112,7 +112,7 @@ class PagedCache:
         # rows: int64 (N,), those others
         full = length // PAGE
         table = self.table[rows]
-        first = self._own_table()
+        first = self._unshared_table()
         if length % PAGE:
             begun = self.pages[:, :, table[:, full].long(), : length % PAGE]
             self.pages[:, :, first[:, full].long(), : length % PAGE] = begun
@@ -124,7 +124,7 @@ class PagedCache:
         index = self.sizes.integers(rows)
         self.table, self.lengths = self.table[index], self.lengths[index]
         self._beginning = None
-        self._own = [self._own[row] for row in rows]
+        self._row_pages = [self._row_pages[row] for row in rows]
         self.rows = len(rows)
 
     def widened(self, times: int, length: int) -> PagedCache:
@@ -140,14 +140,14 @@ class PagedCache:
 
     def _copy_table(self, rows: Sequence[int]) -> None:
         if rows:
-            entries = self._numbers([self._own[row] for row in rows])
+            entries = self._numbers([self._row_pages[row] for row in rows])
             self.table.index_copy_(0, self.sizes.integers(rows), entries)
         self._beginning = None
 
-    def _own_table(self) -> Tensor:
+    def _unshared_table(self) -> Tensor:
         """The table before rows shared pages."""
         if self._beginning is None:
-            self._beginning = self._numbers(self._own)
+            self._beginning = self._numbers(self._row_pages)
         return self._beginning
 
     def _numbers(self, pages_by_row: Sequence[Sequence[int]]) -> Tensor:
@@ -182,7 +182,7 @@ class SharedPageCache:
         # Of each page: rows that read it.
         self._readers: list[int] = []
         # Of each row: its pages in order.
-        self._own: list[list[int]] = [[] for _ in range(rows)]
+        self._row_pages: list[list[int]] = [[] for _ in range(rows)]
         self._columns = 1
         self._table: Tensor | None = None
         self._lengths: Tensor | None = None
@@ -222,22 +222,22 @@ class SharedPageCache:
     ) -> Callable[[int, Tensor, Tensor], None]:
         self.release(rows)
         for row, length in zip(rows, lengths, strict=True):
-            self._own[row] = [self._take() for _ in range(pages_of(length))]
-        owners = self._numbers([self._own[row] for row in rows])
+            self._row_pages[row] = [self._take() for _ in range(pages_of(length))]
+        owners = self._numbers([self._row_pages[row] for row in rows])
         return page_writer(self.sizes, self.pages, owners, range(len(rows)), lengths)
 
     def release(self, rows: Sequence[int]) -> None:
         """Make rows idle; pages that no other row reads become free."""
         for row in rows:
-            pages, self._own[row] = self._own[row], []
+            pages, self._row_pages[row] = self._row_pages[row], []
             self._let_go(pages)
         if rows:
             self._table = None
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these rows, which may repeat and take any order."""
-        before, self._own = self._own, [list(self._own[row]) for row in rows]
-        for pages in self._own:
+        before, self._row_pages = self._row_pages, [list(self._row_pages[row]) for row in rows]
+        for pages in self._row_pages:
             for page in pages:
                 self._readers[page] += 1
         for pages in before:
@@ -247,7 +247,7 @@ class SharedPageCache:
     def look(self, lengths: Sequence[int]) -> None:
         """Make `attend` read these places of each row, 0 if idle; it writes the last one first."""
         sources, copies = [], []
-        for pages, length in zip(self._own, lengths, strict=True):
+        for pages, length in zip(self._row_pages, lengths, strict=True):
             if pages_of(length) > len(pages):
                 pages.append(self._take())
                 self._table = None
@@ -262,7 +262,7 @@ class SharedPageCache:
             self.pages.index_copy_(2, self.sizes.integers(copies), copied)
         self._lengths = self.sizes.integers(lengths, torch.int32)
         if self._table is None:
-            self._table = self._numbers(self._own)
+            self._table = self._numbers(self._row_pages)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Write keys and values of a new place of each row, and attend to all of its places."""

@@ -23,26 +23,6 @@ class Chunk:
     end: int
 
 
-def split_at_pauses(
-    audio: np.ndarray, sample_rate: int, *, chunk_seconds: float = 30.0, search_seconds: float = 3.0
-) -> list[Chunk]:
-    """Split a recording into chunks that cover it without gap or overlap.
-
-    The chunks are of equal length at first, so that none is a fraction of a second; then each cut
-    moves to the quietest moment near its place. Within silence a cut moves no further than needed.
-
-    ``audio``: float (samples,), mono.
-    """
-    pairs = cut_at_pauses(
-        [audio] if len(audio) else [],
-        sample_rate,
-        total=len(audio),
-        chunk_seconds=chunk_seconds,
-        search_seconds=search_seconds,
-    )
-    return [chunk for chunk, _ in pairs]
-
-
 def cut_at_pauses(
     blocks: Iterable[np.ndarray],
     sample_rate: int,
@@ -51,7 +31,10 @@ def cut_at_pauses(
     chunk_seconds: float = 30.0,
     search_seconds: float = 3.0,
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Split a recording as `split_at_pauses` does, while it is being read.
+    """Split a recording, while it is being read, into chunks without gap or overlap.
+
+    The chunks are of equal length at first, so that none is a fraction of a second; then each cut
+    moves to the quietest moment near its place. Within silence a cut moves no further than needed.
 
     At most two chunks and a block are in memory. ``blocks`` are float (samples,) each, mono, in
     order. ``total`` is the number of their samples, which makes the chunks equally long; if it is

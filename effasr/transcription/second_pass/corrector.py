@@ -32,8 +32,8 @@ _RECORDINGS = 32  # recordings whose segments are corrected together
 
 def joined_texts(alternatives: Iterable[Alternative]) -> str:
     """Join the different texts of a list in the order of ranks; of equal ones the text decides."""
-    ranked = sorted(alternatives, key=lambda one: (-one.rank, " ".join(one.text.split())))
-    texts = dict.fromkeys(" ".join(one.text.split()) for one in ranked)
+    ranked = sorted(alternatives, key=lambda item: (-item.rank, " ".join(item.text.split())))
+    texts = dict.fromkeys(" ".join(item.text.split()) for item in ranked)
     return SEPARATOR.join(text for text in texts if text)
 
 

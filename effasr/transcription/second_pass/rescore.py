@@ -85,14 +85,14 @@ class SecondPass:
 
     def _ranked(self, segment: Segment, lm_scores: dict[str, float]) -> Segment:
         ranked = []
-        for one in segment.alternatives:
-            lm_score, bonus = lm_scores[one.text], self.word_bonus * len(one.text.split())
-            rank = one.score + self.lm_weight * lm_score + bonus
-            ranked.append(replace(one, rank=rank, lm_score=lm_score))
+        for item in segment.alternatives:
+            lm_score, bonus = lm_scores[item.text], self.word_bonus * len(item.text.split())
+            rank = item.score + self.lm_weight * lm_score + bonus
+            ranked.append(replace(item, rank=rank, lm_score=lm_score))
         if not ranked:
             return segment
         # Of equal ranks the text decides, so that the order of the list does not matter.
-        ranked.sort(key=lambda one: (-one.rank, one.text, -one.score))
+        ranked.sort(key=lambda item: (-item.rank, item.text, -item.score))
         return replace(segment, text=ranked[0].text, alternatives=tuple(ranked))
 
 

@@ -138,7 +138,7 @@ class Mixer:
         empty = lambda: torch.zeros(count, pin_memory=pinned)
         self._view = empty()
         self._pending = empty()
-        self._taken = empty()
+        self._delta = empty()
         # Besides the view, there is one complete copy and one that is being filled.
         self._free = [empty(), empty()]
         self._copies: list[_Published] = []
@@ -192,7 +192,7 @@ class Mixer:
                 arrivals = self._arrivals
                 if not arrivals.count or self._read is None or not self._read.query():
                     return None
-                self._taken, self._pending = self._pending, self._taken
+                self._delta, self._pending = self._pending, self._delta
                 self._arrivals = _Arrivals()
                 self._read = None
                 # A copy marked as passed earlier is no longer used, because a later one is
@@ -204,7 +204,7 @@ class Mixer:
         self.applied += arrivals.count
         self.staleness_sum += version * arrivals.count - arrivals.versions
         self.staleness_max = max(self.staleness_max, version - arrivals.oldest)
-        return self._taken
+        return self._delta
 
     def settle(self) -> None:
         """Let the next `take` return all deltas; needs idle threads and an idle device."""
@@ -244,7 +244,7 @@ class Mixer:
         if self._arrivals.count:
             latest.buffer.add_(self._pending)
         if latest.passed:
-            latest.buffer.add_(self._taken)
+            latest.buffer.add_(self._delta)
         old, self._view = self._view, latest.buffer
         self._view_version = latest.version
         with self._handing:
