@@ -76,7 +76,7 @@ class TextToText:
     def write(
         self,
         requests: Sequence[tuple[str, Prompt]],
-        compared: Sequence[str] | None = None,  # texts whose log-probabilities are compared
+        transcripts: Sequence[str] | None = None,  # texts whose log-probabilities are compared
         *,
         sources: Sequence[str | None] | None = None,  # by default ``self.source``
     ) -> list[Written]:
@@ -93,8 +93,8 @@ class TextToText:
             for number, ((text, prompt), source) in enumerate(zip(requests, sources, strict=True))
         ]
         targets = None
-        if compared is not None:
-            pairs = zip(compared, requests, strict=True)
+        if transcripts is not None:
+            pairs = zip(transcripts, requests, strict=True)
             targets = [self.tokenizer.encode(text, prompt.target) for text, (_, prompt) in pairs]
         written: dict[int, Written] = {}
         lengths = [len(item.source) for item in examples]
@@ -103,7 +103,7 @@ class TextToText:
             for members in plan_batches(lengths, budget, most):
                 group = [examples[index] for index in members]
                 compared = None if targets is None else [targets[index] for index in members]
-                same = None if compared is None else [compared[index] for index in members]
+                same = None if transcripts is None else [transcripts[index] for index in members]
                 texts = self._batch(group, compared, same)
                 written.update(zip(members, texts, strict=True))
         return [written[index] for index in range(len(examples))]
@@ -118,7 +118,7 @@ class TextToText:
         self,
         examples: Sequence[TextExample],
         targets: Sequence[list[int]] | None,
-        compared: Sequence[str] | None,
+        transcripts: Sequence[str] | None,
     ) -> list[Written]:
         device = next(self.model.parameters()).device
         shape = StaticShape(
@@ -140,7 +140,7 @@ class TextToText:
         for number, (item, text, score) in enumerate(zip(decoded, texts, scores, strict=True)):
             assert item.score is not None  # config.confidence
             gain = None if score is None else item.score.log_prob - score
-            if compared is not None and text == compared[number]:
+            if transcripts is not None and text == transcripts[number]:
                 gain = 0.0
             written.append(Written(text, item.truncated, gain))
         return written
