@@ -20,6 +20,7 @@ from effasr.nn.attention import RelativeSelfAttention, SelfAttention
 from effasr.nn.checks import check
 from effasr.nn.convolution import BatchNorm, ConformerConvolution
 from effasr.nn.positions import sinusoids
+from effasr.nn.subsampling import ConvSubsampling
 from effasr_kernels import Context, Rotary
 
 MOST_FRAMES = 10_000
@@ -164,26 +165,11 @@ class EncoderStep(nn.Module):
         # Rows before a stream and behind it are zeros after every layer.
         begin = factor * (cached - caches.frames.clamp(max=cached))
         end = torch.maximum(factor * cached - caches.missing, begin) + lengths
-        x = torch.cat([caches.mel, features], 1)[:, None]
-        x = _zero_outside(x, begin, end)
-        module = encoder.subsampling
-        stages = [(module.conv, None), *module.stages()]
-        for depthwise, pointwise in stages:
-            if config.causal_subsampling:
-                size = end - begin
-                x = F.pad(x, (2, 1, 2, 1))
-                x = F.conv2d(x, depthwise.weight, depthwise.bias, stride=2, groups=depthwise.groups)
-                begin = begin // 2
-                end = begin + size // 2 + 1
-            else:
-                x = depthwise(x)
-                begin, end = begin // 2, (end + 1) // 2
-            if pointwise is not None:
-                x = pointwise(x.movedim(1, -1)).movedim(-1, 1)
-            x = _zero_outside(F.relu(x), begin, end)
+        x = torch.cat([caches.mel, features], 1)
+        x, _ = subsampled(encoder.subsampling, x, begin, end, causal=config.causal_subsampling)
         x = x[:, :, cached : cached + chunk].transpose(1, 2).flatten(2).flatten(0, 1)
         positions = caches.frames[:, None] + torch.arange(chunk, device=x.device)
-        x = layer_input(encoder, module.linear(x), positions.flatten())
+        x = layer_input(encoder, encoder.subsampling.linear(x), positions.flatten())
         return x.float() if encoder.residual_in_fp32 else x
 
     def _scores(self, module: SelfAttention, q: Tensor, k: Tensor, table: Tensor | None) -> Tensor:
@@ -252,6 +238,31 @@ class StreamingEncoder:
         counts = torch.tensor([list(rows), list(frames)], device=mel.device)
         encoded, self._caches = self._step(mel, *counts, self._caches, self._tables)
         return encoded
+
+
+def subsampled(
+    module: ConvSubsampling, x: Tensor, begin: Tensor, end: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Map the rows from ``begin`` to ``end`` of (B, T, bins) to (B, channels, T', bands).
+
+    The other rows are zeros after every layer. Also returns the ends of the results.
+    """
+    x = _zero_outside(x[:, None], begin, end)
+    stages = [(module.conv, None), *module.stages()]
+    for depthwise, pointwise in stages:
+        if causal:
+            size = end - begin
+            x = F.pad(x, (2, 1, 2, 1))
+            x = F.conv2d(x, depthwise.weight, depthwise.bias, stride=2, groups=depthwise.groups)
+            begin = begin // 2
+            end = begin + size // 2 + 1
+        else:
+            x = depthwise(x)
+            begin, end = begin // 2, (end + 1) // 2
+        if pointwise is not None:
+            x = pointwise(x.movedim(1, -1)).movedim(-1, 1)
+        x = _zero_outside(F.relu(x), begin, end)
+    return x, end
 
 
 def layer_input(encoder: FastConformerEncoder, x: Tensor, positions: Tensor) -> Tensor:

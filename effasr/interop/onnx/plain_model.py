@@ -24,6 +24,7 @@ from effasr.model.streaming_encoder import (
     layer_input,
     normalized,
     rotated,
+    subsampled,
 )
 from effasr.model.transducer import Transducer
 from effasr.model.whisper_encoder import WhisperEncoder
@@ -31,7 +32,6 @@ from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAtten
 from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.positions import relative_sinusoids
 from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredictor
-from effasr.nn.subsampling import ConvSubsampling
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import Context
 
@@ -127,7 +127,9 @@ def _fastconformer(
     encoder: FastConformerEncoder, x: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Map (B, T, mel_bins) to (B, T / subsampling, width)."""
-    x, lengths = _subsampled(encoder.subsampling, x, lengths)
+    begin = torch.zeros_like(lengths)
+    x, lengths = subsampled(encoder.subsampling, x, begin, lengths, causal=False)
+    x = encoder.subsampling.linear(x.transpose(1, 2).flatten(2))
     x = layer_input(encoder, x, torch.arange(x.shape[1], device=x.device))
     real = _mask(lengths, x.shape[1])
     for layer in encoder.layers:
@@ -150,22 +152,6 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
         x = x + _self_attention(real, layer.self_attn, layer.norm_self_att(x))
         x = x + layer.feed_forward(layer.norm_feed_forward(x))
     return encoder.norm(x), lengths
-
-
-def _subsampled(module: ConvSubsampling, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T, mel_bins) to (B, T / subsampling, width), with zeros behind each utterance."""
-
-    def masked(x: Tensor, lengths: Tensor) -> Tensor:
-        return x.masked_fill(~_mask(lengths, x.shape[2])[:, None, :, None], 0.0)
-
-    x = masked(x[:, None], lengths)
-    lengths = (lengths + 1) // 2
-    x = masked(F.relu(module.conv(x)), lengths)
-    for depthwise, pointwise in module.stages():
-        lengths = (lengths + 1) // 2
-        y = pointwise(masked(depthwise(x), lengths).movedim(1, -1))
-        x = masked(F.relu(y).movedim(-1, 1), lengths)
-    return module.linear(x.transpose(1, 2).flatten(2)), lengths
 
 
 def _self_attention(real: Tensor, module: SelfAttention, x: Tensor) -> Tensor:
