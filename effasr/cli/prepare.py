@@ -139,10 +139,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: bool) -> None:
-    """Print statistics of the corpus, and a warning where CTC would be hard to train on it.
-
-    ``impossible`` utterances were dropped because CTC cannot align them.
-    """
+    """Print statistics, and a warning about CTC, for which ``impossible`` ones were dropped."""
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics import guidance
 

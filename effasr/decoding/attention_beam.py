@@ -329,11 +329,7 @@ def _candidates(
 
 
 def repeats_ngram(labels: Tensor, symbols: Tensor, size: int) -> Tensor:
-    """Return whether each symbol would end an n-gram that its hypothesis has already.
-
-    ``labels``: int64 (N, K, steps), -1 in steps that read a prompt, which are part of no n-gram;
-    ``symbols``: int64 (N, K, C), as the result.
-    """
+    """Whether symbols (N, K, C) repeat an n-gram of labels (N, K, steps); -1 is in none."""
     if labels.shape[-1] < size:
         return torch.zeros_like(symbols, dtype=torch.bool)
     ngrams = labels.unfold(-1, size, 1)

@@ -42,11 +42,7 @@ class Suppression:
     def likeliest(
         self, decoder: Decoder, hidden: Tensor, begins: Tensor, classes: int | None = None
     ) -> Tensor:
-        """Choose the best allowed token of each row, without synchronizing with the device.
-
-        ``hidden``: (N, width), from its `step`; ``begins``: bool (N,), rows that begin their
-        transcripts; returns int64 (N,).
-        """
+        """Choose the best allowed token (N,) of hidden rows (N, width), without a wait."""
         # Among the best n + 1 tokens, with n tokens to avoid, at least one is allowed.
         count = len(self.begin) + 1
         _, best = projected_top_k(

@@ -120,11 +120,7 @@ def next_labels(
     at: Tensor,  # int64 (N,), the current row of ``frames`` of each
     end: Tensor,  # int64 (N,), the row after the last of each
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move over blanks to the next label of each transcript.
-
-    Returns the row of each label, ``end`` or later if there is none; the labels; and their
-    durations: int64 (N,) each.
-    """
+    """Move over blanks; return row (from ``end`` on: none), label and duration, int64 (N,)."""
     at, symbols, lasts = at.clone(), torch.full_like(at, head.blank_id), torch.zeros_like(at)
     durations = head.config.durations
     frames_of = None if durations is None else torch.tensor(durations, device=at.device)

@@ -48,11 +48,7 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
 
 
 def compare(scored: Sequence[Scored]) -> str:
-    """Return a table with a row for each set and system.
-
-    The last column compares with the first system of the set: the difference of the error rates,
-    and the probability of improvement. Only utterances that both transcribed are compared.
-    """
+    """Return a table by set and system, compared with the set's first on common utterances."""
     table = Table(box=box.MARKDOWN)
     for column in (
         "set",

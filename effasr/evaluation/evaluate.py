@@ -48,10 +48,7 @@ def openable_cuts(
 def transcribe_cuts(
     recognizer: Recognizer, cuts: Iterable[Cut], on_result: Callable[[Result], None] | None = None
 ) -> Iterator[tuple[str, Prompt, Result]]:
-    """Yield the reference, the prompt and the result of each cut.
-
-    Cuts without a reference or with an invalid prompt come first, as failures.
-    """
+    """Yield reference, prompt and result of each cut; failures of invalid cuts come first."""
     scorable: list[tuple[str, Request]] = []
     for cut in cuts:
         texts: Sequence[str | None] = [supervision.text for supervision in cut.supervisions]

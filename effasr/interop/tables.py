@@ -41,10 +41,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], Any, Any], ...] = (
 def export_weights(
     state: Mapping[str, Tensor], renames: Renames, reorder: Reorder | None = None
 ) -> dict[str, Tensor]:
-    """Rename, split and reshape weights, or their gradients, of the parts that the other model has.
-
-    The tensors are on the CPU and share no memory with one another.
-    """
+    """Rename, split and reshape weights or gradients of common parts; copies on the CPU."""
     exported: dict[str, Tensor] = {}
     for name, tensor in state.items():
         parts = _their_names(name, renames)

@@ -196,10 +196,7 @@ class BestRQ(nn.Module):
 
 
 def draw_spans(layout: PackedLayout, span: int, begins: float) -> Tensor:
-    """Draw spans of frames, which end with their sequence: bool (T,), False in the tail.
-
-    A sequence where no span begins has one at a random frame.
-    """
+    """Draw spans of frames: bool (T,), at least one in each sequence, False in the tail."""
     device, rows = layout.device, layout.rows
     offsets, real = layout.cu_seqlens.long(), layout.mask()
     first = (torch.rand(rows, device=device) < begins) & real

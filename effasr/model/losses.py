@@ -42,20 +42,12 @@ class Losses:
 def gather_losses(
     batch: Batch,
     *,
-    cross_entropy: Tensor | None = None,
-    ctc: Tensor | None = None,
-    transducer: Tensor | None = None,
-    penalty: Tensor | None = None,
+    cross_entropy: Tensor | None = None,  # (U,), zero for ignored targets
+    ctc: Tensor | None = None,  # (N,), infinite for an infeasible utterance
+    transducer: Tensor | None = None,  # (N,), likewise
+    penalty: Tensor | None = None,  # (U,), of guided attention
 ) -> Losses:
-    """Sum the losses of what counts.
-
-    Args:
-        batch: The micro-batch.
-        cross_entropy: (U,), zero for ignored targets; None without a decoder.
-        ctc: (N,), infinite for an infeasible utterance; None without a CTC head.
-        transducer: (N,), likewise; None without a transducer.
-        penalty: (U,), of guided attention; None if not used.
-    """
+    """Sum the losses of what counts; None stands for a part that the model lacks."""
     layout = batch.tokens.layout
     zero = torch.zeros((), device=layout.device)
     per_utterance = zero.expand(layout.num_sequences)

@@ -29,10 +29,7 @@ def is_fused(x: Tensor) -> bool:
 
 
 def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
-    """Return the input of a stack in the dtype that its residual stream keeps under autocast.
-
-    Without autocast, and on a CPU, that is the dtype of ``x``.
-    """
+    """Return a stack's input in its stream's dtype: that of ``x`` on a CPU or without autocast."""
     # x: (T, width)
     kind = x.device.type
     if not is_fused(x) or not torch.is_autocast_enabled(kind):

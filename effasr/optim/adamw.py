@@ -21,11 +21,7 @@ Exempt = Literal["biases", "norms", "embeddings"]
 def parameter_groups(
     model: nn.Module, weight_decay: float, exempt: Collection[Exempt]
 ) -> list[dict[str, Any]]:
-    """Split the parameters in two groups for an optimizer: with and without weight decay.
-
-    A shared parameter is listed once, by the first module that has it. The order is that of
-    ``model.named_parameters()``, so it is the same in every process.
-    """
+    """Split parameters by weight decay, each listed once, in the order of the model."""
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     seen: set[nn.Parameter] = set()

@@ -63,11 +63,7 @@ class PlanRequest:
         token_budget: int | None = None,
         max_duration: float | None = None,
     ) -> PlanRequest:
-        """Read a recipe; the other arguments override its fields.
-
-        Manifests are by default the recipe's, except those of text alone; the tokenizer is the
-        recipe's, if it exists.
-        """
+        """Read a recipe, of which these arguments override fields, and speech manifests."""
         settings = config.load(TrainConfig, recipe or _MODEL)
         model = resolve_config(settings, None).model
         data = settings.data if recipe else DataConfig()
@@ -183,11 +179,7 @@ def compare(
     options: StudyOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[StrategyResult]:
-    """Plan the utterances by each strategy.
-
-    All but ``packed`` are computed with padding, as in the toolkits they come from: every utterance
-    at the length of the longest of its micro-batch.
-    """
+    """Plan utterances by each strategy; all but ``packed`` pad to a micro-batch's longest."""
     results = []
     for done, strategy in enumerate(strategies):
         progress(done, len(strategies))

@@ -78,11 +78,7 @@ class Recognizer:
         self._cpu_weights: OneDNNWeights | None = None
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """Return the tokens that the decoder reads first.
-
-        For a language model, they are the rows of a conversation with the instruction, in which the
-        speech has its place; see `effasr.data.conversation.rows`.
-        """
+        """Return the tokens that the decoder reads first, or the rows of a conversation."""
         if (experts := self.model.config.named_experts()) is not None:
             experts.number_of(prompt)
         check_prompt(prompt, self.method, self.config)

@@ -182,12 +182,7 @@ def transcribe_stream(
     *,
     latency_seconds: float = 10.0,
 ) -> Iterator[Segment]:
-    """Transcribe audio while it arrives.
-
-    Samples are read on a thread, so that the recorder need not wait during decoding.
-
-    ``blocks``: float32 (samples,) each, mono, at the recognizer's rate, as they arrive.
-    """
+    """Transcribe blocks, float32 (samples,), that a thread reads; yields segments at pauses."""
     recognizer.prompt(prompt)
     chunks = cut_stream(ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
     return _transcribed(recognizer, chunks, prompt)

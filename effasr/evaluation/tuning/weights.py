@@ -139,10 +139,7 @@ class NBestLists:
         return scores / ((5 + parts["symbols"]) / 6) ** weights.length_penalty + self._unexplained
 
     def choices(self, weights: Weights) -> np.ndarray:
-        """Return the place of the best alternative of each segment, int64 (segments,).
-
-        With a corrector it is `_CORRECTED` or `_RECOGNIZED`.
-        """
+        """Return each segment's best alternative, or `_CORRECTED` or `_RECOGNIZED`, int64."""
         if self._gains is not None:
             chosen = self._gains > weights.corrector_margin
             return np.where(chosen, _CORRECTED, _RECOGNIZED)

@@ -38,10 +38,7 @@ class DecoderState:
         paged: bool,
         pages: tuple[int, int] | None = None,
     ) -> None:
-        """Start with idle sequences, with ``pages`` for all tokens and for all frames if ``paged``.
-
-        By default there are as many pages as could be needed. Caches without pages grow.
-        """
+        """Start idle, with ``pages`` for tokens and for frames if ``paged``, by default enough."""
         self.sizes, self.max_tokens = sizes, max_tokens
         self.hypotheses, self.length, self._together = 1, 0, False
         self.watched: int | None = None

@@ -39,11 +39,7 @@ def vtt(transcription: Transcription) -> str:
 
 
 def ctm(transcription: Transcription, recording: str = "") -> str:
-    """NIST's CTM: recording, channel, start, duration and word; segments where words have no time.
-
-    Spaces in the name of the recording and in words become underscores, as fields are what spaces
-    separate.
-    """
+    """NIST's CTM; segments where words have no time. Spaces in fields become underscores."""
     name = _recording(recording or Path(transcription.id).stem)
     return "".join(_ctm(name, segment) for segment in transcription.segments)
 
