@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from effasr import config
 from effasr.data.config import DataConfig
@@ -80,9 +81,16 @@ class Practice:
 
 
 @cache
+def _written() -> dict[str, Any]:
+    return read_yaml(Path(__file__).parent / "init.yaml")
+
+
 def practices() -> tuple[Practice, ...]:
-    rows = read_yaml(Path(__file__).parent / "practice.yaml")
-    return tuple(config.from_mapping(Practice, row) for row in rows)
+    return tuple(config.from_mapping(Practice, row) for row in _written()["practices"])
+
+
+def _fill(template: str, **values: Any) -> str:
+    return _written()["templates"][template].format(**values)
 
 
 def practice_for(hours: float) -> Practice:
@@ -151,68 +159,11 @@ class RecipeRequest:
         return min(self.practice.batch_seconds, epoch / _LEAST_STEPS_OF_EPOCH)
 
 
-_SIZES = """\
-    width: {practice.width}
-    layers: {layers}
-    heads: {practice.heads}
-    feed_forward: {practice.feed_forward}
-    residual_dropout: {practice.dropout}
-    activation_dropout: {practice.dropout}
-    attention_dropout: {practice.dropout}
-"""
-_SMALL = """\
-    # These help small models to start.
-    conv_norm: layer_norm
-    subsampling_norm: true
-    input_positions: 0.3
-"""
-_SCRATCH = """\
-model:
-  ctc: true
-  features: {{mel_bins: {practice.mel_bins}}}
-  spec_augment: {{freq_masks: {practice.freq_masks}, freq_width: {practice.freq_width}, \
-time_masks: {practice.time_masks}, time_width: 0.05}}
-  encoder:
-{alignment}    subsampling: {framing.subsampling}
-{encoder}    subsampling_channels: {practice.subsampling_channels}
-{small}  decoder:
-{decoder}{data}  tokenizer: {tokenizer} # {vocabulary}
-# CTC leads until it has found the alignment, then attention is guided along it.
-loss: {{ctc_weight: {practice.ctc_weights[0]}, ctc_weight_before: {practice.ctc_weights[1]}, \
-guided_weight: {practice.guided_weight}, guided_after_ctc: 1.5}}
-optimizer: {{lr: {practice.lr:.4f}, weight_decay: 0.01}}
-schedule: {{{practice.schedule}, warmup_steps: {practice.warmup_steps}}}
-"""
-_FINE_TUNING = """\
-init_from: {init_from}
-{data}loss: {{label_smoothing: 0.0}}
-optimizer: {{lr: 0.00002, weight_decay: 0.001}}
-schedule: {{name: cosine, warmup_steps: {warmup_steps}}}
-"""
-_DATA = """\
-data:
-  train: {train}
-  {validation}
-{language}  # Each utterance is three times in an epoch, once at each speed.
-  speed_perturbation: [{speeds}]
-  frame_budget: {budget} # {seconds:.0f} s of audio at a time; more on a larger machine
-  micro_batches: {count} # {step_seconds:.0f} s of audio in a step
-  workers: {workers}
-"""
-_TRAINING = """\
-training:
-  max_steps: {steps} # the hours of {passes:.0f} passes over the corpus
-  validate_every: {every}
-  checkpoint_every: {every}
-  # The average of the weights, over the last twentieth of all steps, is published.
-  ema_decay: {ema_decay}
-"""
-
-
 def recipe_text(request: RecipeRequest, time: str | None = None) -> str:
     """Return the recipe as YAML with comments; ``time`` is the expected time in words."""
     steps = request.steps
-    training = _TRAINING.format(
+    training = _fill(
+        "training",
         steps=steps,
         passes=request.audio_hours / request.hours,
         every=max(1, int(float(f"{steps / 20:.1g}"))),
@@ -247,7 +198,8 @@ def _model(request: RecipeRequest) -> str:
     """Return the recipe's part on model, data, loss and optimizer."""
     practice, data = request.practice, _data(request)
     if request.init_from is not None:
-        return _FINE_TUNING.format(
+        return _fill(
+            "fine_tuning",
             init_from=dump_scalar(request.init_from),
             data=data,
             warmup_steps=max(50, request.steps // 10),
@@ -258,13 +210,14 @@ def _model(request: RecipeRequest) -> str:
         alignment = (
             f"    # {median:.1f} frames per token in the median; CTC needs about 2.5 or more.\n"
         )
-    return _SCRATCH.format(
+    return _fill(
+        "scratch",
         practice=practice,
         framing=request.framing,
         alignment=alignment,
-        encoder=_SIZES.format(practice=practice, layers=practice.encoder_layers),
-        small=_SMALL if practice.small else "",
-        decoder=_SIZES.format(practice=practice, layers=practice.decoder_layers),
+        encoder=_fill("sizes", practice=practice, layers=practice.encoder_layers),
+        small=_fill("small") if practice.small else "",
+        decoder=_fill("sizes", practice=practice, layers=practice.decoder_layers),
         data=data,
         tokenizer=dump_scalar(request.tokenizer),
         vocabulary=request.vocabulary,
@@ -279,7 +232,8 @@ def _data(request: RecipeRequest) -> str:
     language = ""
     if request.language != DataConfig().language:
         language = f"  language: {dump_scalar(request.language)}\n"
-    return _DATA.format(
+    return _fill(
+        "data",
         train=_paths(request.train),
         validation=validation,
         language=language,
