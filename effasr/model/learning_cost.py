@@ -19,6 +19,7 @@ from effasr.model.cost import (
     text_cost_model,
 )
 from effasr.model.decoder import Decoder
+from effasr.model.encoder import ConformerLayer
 from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.experts import ExpertFeedForward, GroupedLinear, Router
 from effasr.nn.lora import LoRAGroupedLinear, LoRALinear
@@ -69,8 +70,7 @@ def learning_text_cost(model: ASRModel) -> CostModel | None:
 
 def unreached_layers(model: ASRModel) -> int:
     """Return the number of first encoder layers that the backward does not reach."""
-    encoder = model.encoder
-    before = [module for name, module in encoder.named_children() if name in _BEFORE_LAYERS]
+    encoder, before = model.encoder, _before_layers(model.encoder)
     count = 0
     while count < len(encoder.layers) and not _learns(*before, *encoder.layers[: count + 1]):
         count += 1
@@ -127,30 +127,19 @@ class _Count:
 
     def encoder(self, model: ASRModel) -> bool:
         """Count the speech encoder; returns whether anything in it is trained."""
-        encoder = model.encoder
-        if isinstance(encoder, WhisperEncoder):
-            return self._transformer(encoder, subsampling_cost(model.config))
-        config = encoder.config
-        reached = _learns(encoder.subsampling)
-        self.omitted["frame"] += 2 * subsampling_cost(model.config) * (not reached)
-        if encoder.subsampling_norm is not None:
-            reached = reached or _learns(encoder.subsampling_norm)
-        products = 3 if config.position == "relative" else 2
+        encoder, config = model.encoder, model.encoder.config
+        is_whisper = isinstance(encoder, WhisperEncoder)
+        first = encoder.stem if is_whisper else encoder.subsampling
+        self.omitted["frame"] += 2 * subsampling_cost(model.config) * (not _learns(first))
+        reached = _learns(*_before_layers(encoder))
+        products = 3 if getattr(config, "position", None) == "relative" else 2
         for layer in encoder.layers:
-            learns = layer.conv.depthwise.weight.requires_grad  # type: ignore[union-attr]
             reached = self.layer(layer, reached, "frame", frame_pair=products * 2 * config.width)
-            taps = 2 * config.conv_kernel * config.width
-            self.omitted["frame"] += taps * (not learns) + taps * (not reached)
-        return reached
-
-    def _transformer(self, encoder: WhisperEncoder, stem: int) -> bool:
-        reached = _learns(encoder.stem)
-        self.omitted["frame"] += 2 * stem * (not reached)
-        if encoder.embed_positions is not None:
-            reached = reached or _learns(encoder.embed_positions)
-        for layer in encoder.layers:
-            reached = self.layer(layer, reached, "frame", frame_pair=4 * encoder.config.width)
-        return reached or _learns(encoder.norm)
+            if isinstance(layer, ConformerLayer):
+                learns = layer.conv.depthwise.weight.requires_grad
+                taps = 2 * layer.conv.depthwise.weight.shape[1] * config.width
+                self.omitted["frame"] += taps * (not learns) + taps * (not reached)
+        return reached or (is_whisper and _learns(encoder.norm))
 
     def decoder(self, model: ASRModel, reached: bool) -> None:
         """Count projection and decoder, after an encoder that is trained if ``reached``."""
@@ -212,6 +201,10 @@ _APART = ("relative_k_proj", "encoder_attn.kv_proj")
 
 _BEFORE_LAYERS = ("subsampling", "subsampling_norm", "stem", "embed_positions")
 """Parts of an encoder."""
+
+
+def _before_layers(encoder: nn.Module) -> list[nn.Module]:
+    return [module for name, module in encoder.named_children() if name in _BEFORE_LAYERS]
 
 
 def _learns(*modules: nn.Module, throughout: bool = False) -> bool:
