@@ -9,6 +9,7 @@ line names its end. The exit code is that of the process which failed first; 128
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,12 +23,19 @@ from torch.distributed.run import parse_args, run
 from effasr.untrusted.display import open_standard_streams
 
 _ELASTIC = "torch.distributed.elastic"
+_HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""Signals that torchrun passes on to the ranks by default; the others end it alone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes, wait for their end and return the exit code."""
     open_standard_streams()
     options = parse_args(arguments)
+    if options.signals_to_handle == _HANDLED:
+        options.signals_to_handle += ",SIGUSR1,SIGUSR2"
+    if options.shutdown_timeout is None:
+        # torchrun's half minute is less than a large checkpoint may take.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     # What it logs of the end of processes is in the line of the failed one; restarts are reported.
     quiet = logging.getLogger(f"{_ELASTIC}.multiprocessing")
     if not options.max_restarts:

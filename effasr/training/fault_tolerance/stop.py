@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +36,8 @@ class StopRequest:
 
     received: signal.Signals | None = None
     deadline: float = math.inf  # Of time.monotonic()
+    # Gets the number of each signal at once, also while the main thread waits in a collective call.
+    wakeup: socket.socket | None = None
     _interrupts: bool = False
 
     def __bool__(self) -> bool:
@@ -56,13 +60,10 @@ class StopRequest:
         if self:
             _tell(context)
             raise StopInterrupt
-        done = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(context, done), daemon=True)
-        if context.store is not None and threading.current_thread() is threading.main_thread():
-            watcher.start()
         try:
-            self._interrupts = True
-            yield
+            with self._watching(context):
+                self._interrupts = True
+                yield
         except StopInterrupt:
             _tell(context)
             raise
@@ -72,13 +73,30 @@ class StopRequest:
             raise
         finally:
             self._interrupts = False
+
+    @contextmanager
+    def _watching(self, context: DistributedContext) -> Iterator[None]:
+        """Exchange requests with other ranks in the block, whatever the main thread does."""
+        done = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(context, done), daemon=True)
+        if context.store is not None and self.wakeup is not None:
+            watcher.start()
+        try:
+            yield
+        finally:
             done.set()
 
     def _watch(self, context: DistributedContext, done: threading.Event) -> None:
-        """Turn the request of another rank into a signal to this process."""
-        with suppress(RuntimeError):  # The store is gone with its process.
+        """Tell other ranks of a signal, and turn the request of one into a signal to this one."""
+        assert self.wakeup is not None
+        # The store is gone with its process, or the block has ended meanwhile.
+        with suppress(RuntimeError, OSError, ValueError):
             store = context.store.clone()  # type: ignore[union-attr]
-            while not done.wait(_POLL_S):
+            while not done.is_set():
+                readable, _, _ = select.select([self.wakeup], [], [], _POLL_S)
+                if readable and not {*SIGNALS, signal.SIGALRM}.isdisjoint(self.wakeup.recv(4096)):
+                    store.set(_KEY, "")
+                    return
                 if store.check([_KEY]):
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
@@ -88,7 +106,8 @@ class StopRequest:
         part: tuple[T] | None = None
         with suppress(StopInterrupt), self.interrupting(context):
             part = (compute(),)
-        parts = context.all_gather(part)
+        with self._watching(context):
+            parts = context.all_gather(part)
         whole = [part[0] for part in parts if part is not None]
         if len(whole) < len(parts):
             raise StopInterrupt
@@ -128,6 +147,10 @@ def listening(limit_s: float | None = None) -> Iterator[StopRequest]:
 
     numbers = SIGNALS if limit_s is None else (*SIGNALS, signal.SIGALRM)
     previous = {number: signal.signal(number, note) for number in numbers}
+    request.wakeup, written = socket.socketpair()
+    for end in (request.wakeup, written):
+        end.setblocking(False)
+    descriptor = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
     timer = None if limit_s is None else signal.setitimer(signal.ITIMER_REAL, limit_s)
     if previous[signal.SIGHUP] is signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -136,6 +159,9 @@ def listening(limit_s: float | None = None) -> Iterator[StopRequest]:
     try:
         yield request
     finally:
+        signal.set_wakeup_fd(descriptor)
+        request.wakeup.close()
+        written.close()
         if timer is not None:
             signal.setitimer(signal.ITIMER_REAL, *timer)
         for number, handler in previous.items():
