@@ -30,7 +30,11 @@ from effasr.training.resolve import resolve_config
 
 _SPECIAL_TOKENS = 16  # assumed number of special tokens of a tokenizer; it hardly affects the time
 
-TIMED = 2  # number of timed micro-batches, after one that is not timed
+WARMUP, TIMED = 4, 8  # steps that are not timed, and those after them that are
+
+_MOST_S = 60.0  # time after which no further step is timed
+
+_MOST_MICRO_BATCHES = 4  # of a timed step: an update takes little beside as many
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +46,7 @@ class Initial:
     vocabulary: VocabularyChoice | None  # to train a tokenizer with
     tokenizer: Tokenizer | None  # an existing one
     framing: Framing
+    dev_seconds: float = 0.0  # audio of all dev sets
 
     @classmethod
     def of(
@@ -59,9 +64,12 @@ class Initial:
         counts = survey(train, language=language, progress=progress)
         if not counts.utterances:
             raise ValueError(f"{', '.join(map(str, train))}: no utterances to write a recipe for.")
+        dev_hours = 0.0
         for manifest in dev:
-            if not survey([manifest], language=language, most=1).utterances:
+            counted = survey([manifest], language=language)
+            if not counted.utterances:
                 raise ValueError(f"{manifest}: no utterances to validate on.")
+            dev_hours += counted.hours
         vocabulary, reader, framing = None, None, Framing()
         if init_from is not None:
             source = checkpoint.resolve(str(init_from))
@@ -96,7 +104,7 @@ class Initial:
             device=choose_device("auto").type,
             init_from=None if init_from is None else str(init_from),
         )
-        return cls(request, counts, vocabulary, reader, framing)
+        return cls(request, counts, vocabulary, reader, framing, 3600 * dev_hours)
 
     def describe(self) -> Iterator[str]:
         """Yield lines about the corpus, and a warning if CTC will still be hard to train."""
@@ -133,7 +141,7 @@ class Initial:
         return recipe_text(self.request, time)
 
     def expected_time(self) -> str:
-        """Train a few steps and estimate the time of the whole run, without validation."""
+        """Train a few steps and estimate the time of the whole run, with its validations."""
         device = choose_device("auto")
         with TemporaryDirectory() as temporary:
             path = Path(temporary) / "recipe.yaml"
@@ -143,13 +151,19 @@ class Initial:
         if not len(frames):
             longest = DataConfig().max_duration
             return f"unknown, because no text of at most {longest:g} s follows the speech"
-        speed = audio_seconds_per_second(settings, size, frames, tokens, device)
-        if speed is None:
+        speeds = audio_seconds_per_second(settings, size, frames, tokens, device)
+        if speeds is None:
             return f"unknown, because this machine's {device.type} has not enough memory for it"
-        seconds = self.request.audio_hours * 3600 / speed
+        low, median, high = np.percentile(speeds, (25, 50, 75))
+        audio = self.request.audio_hours * 3600
+        if settings.data.validation:
+            # To encode and to decode greedily takes about a third of a training step.
+            times = -(-settings.training.known_steps // int(settings.training.validate_every))
+            audio += times * self.dev_seconds / 3
         return (
-            f"{duration_text(seconds)} on this machine's {device.type}, as {TIMED} micro-batches "
-            f"took ({speed:.3g} s of audio a second{_busy()})"
+            f"{duration_text(audio / median)} on this machine's {device.type}, "
+            f"{duration_text(audio / high)} to {duration_text(audio / low)} by the quartiles of "
+            f"{len(speeds)} steps (median {median:.3g} s of audio a second{_busy()})"
         )
 
     def _workload(self) -> tuple[int, np.ndarray, np.ndarray]:
@@ -223,11 +237,11 @@ def audio_seconds_per_second(
     frames: np.ndarray,
     tokens: np.ndarray,
     device: torch.device,
-) -> float | None:
+) -> tuple[float, ...] | None:
     """Train a few steps in a separate process, on batches of these lengths.
 
-    Returns seconds of audio per second of training; None if memory does not suffice. ``frames`` and
-    ``tokens`` (n,) are those of utterances of the corpus, the prompt included. Audio loading is not
+    Returns seconds of audio per second of each step; None if memory does not suffice. ``frames``
+    and ``tokens`` (n,) are those of utterances of the corpus, the prompt included. Audio loading is not
     measured, because it overlaps with training.
     """
     resolved = resolve_config(recipe, None)
@@ -240,8 +254,10 @@ def audio_seconds_per_second(
     # The weights do not affect the time, and the trial has no run to continue.
     mapping = config.to_mapping(replace(resolved, init_from=None))
     target = target_bytes(resolved.calibration, device, os.environ)
-    measured = measure(Request(mapping, vocab_size, str(device), target, 1, work))
-    return measured.speed if measured.fits else None
+    count = min(resolved.data.micro_batches, _MOST_MICRO_BATCHES)
+    request = Request(mapping, vocab_size, str(device), target, count, work, WARMUP, _MOST_S)
+    measured = measure(request)
+    return tuple(measured.speeds) if measured.fits else None
 
 
 def duration_text(seconds: float) -> str:

@@ -9,8 +9,10 @@ import pytest
 
 from effasr import config
 from effasr.data.features.frame_geometry import Framing
+from effasr.planning import initial
 from effasr.planning.initial import Initial
 from effasr.planning.recipe import practice_for, practices, recipe_text
+from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 
@@ -27,9 +29,11 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
     assert all(len(line) <= 100 for line in done.out.partition("next:")[0].splitlines())
     assert "24 utterances" in done.out
     assert "--init-from MODEL" in done.out
-    speed = re.search(r"expected time: .* took \((\S+) s of audio a second", done.out)
+    shown = " ".join(done.out.split())
+    speed = re.search(r"by the quartiles of (\d) steps \(median (\S+) s of audio a second", shown)
     assert speed is not None
-    assert float(speed[1]) > 0
+    assert 2 <= int(speed[1]) <= 8
+    assert float(speed[2]) > 0
     assert "# Expected time: " in recipe.read_text()
     commands = [shlex.split(line) for line in done.out.partition("next:\n")[2].splitlines()]
     assert [command[:2] for command in commands] == [
@@ -81,6 +85,30 @@ def test_every_size_trains(row, effasr, workplace, tmp_path):
 )
 def test_practice_goes_by_hours(hours, size):
     assert practice_for(hours).hours == size
+
+
+def test_the_time_is_a_median_with_a_range_and_has_validations(workplace, monkeypatch):
+    speeds = (1.0, 50.0, 60.0, 80.0, 100.0)
+    asked = []
+
+    def measured(request):
+        asked.append(request)
+        return Measurement(fits=True, speeds=speeds)
+
+    monkeypatch.setattr(initial, "measure", measured)
+    folder = workplace.folder
+    made = Initial.of([folder / "train"], dev=[folder / "dev"], tokenizer=folder / "tokenizer")
+    alone = Initial.of([folder / "train"], tokenizer=folder / "tokenizer")
+    hours = made.request.audio_hours
+    text = alone.expected_time()
+    assert text.startswith(initial.duration_text(hours * 3600 / 60))
+    assert f"{initial.duration_text(hours * 45)} to {initial.duration_text(hours * 72)} by" in text
+    # Steps as in training, after some that are not timed.
+    assert asked[0].warmup == 4
+    assert asked[0].micro_batches == 1
+    assert made.dev_seconds > 0
+    longer = replace(made, dev_seconds=3 * hours * 3600).expected_time()
+    assert longer.startswith(initial.duration_text(21 * hours * 60))
 
 
 def test_steps_grow_with_the_hours_and_averages_with_the_steps():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
@@ -45,6 +46,9 @@ class Request:
     # Micro-batches of a step: with two, the gradients of the first are held during the second
     micro_batches: int
     workload: Workload  # The batches
+    # Steps before the timed ones, which allocate moments and choose algorithms
+    warmup: int = 1
+    most_s: float = math.inf  # Time after which no further step is timed but the second
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,6 +72,8 @@ class Measurement:
     # Shortest time of a micro-batch, its share of the update included; 0 if it did not fit
     seconds: float = 0.0
     audio_seconds: float = 0.0  # Mean duration of a timed micro-batch
+    # Useful audio seconds per second of each timed step
+    speeds: tuple[float, ...] = ()
     reason: str = ""  # Why it did not fit
 
     @property
@@ -102,13 +108,15 @@ def run(request: Request) -> Measurement:
     train_state = build.build_train_state(config, model, DistributedContext(0, 1, device))
     work = request.workload
     seconds, audio = [], []
-    for step, lengths in enumerate([work.timed[0], *work.timed, work.extreme]):
+    warmup = [work.timed[n % len(work.timed)] for n in range(request.warmup)]
+    for step, lengths in enumerate([*warmup, *work.timed, work.extreme]):
+        is_timed = 0 <= step - request.warmup < len(work.timed)
+        if is_timed and len(seconds) > 1 and sum(seconds) * request.micro_batches > request.most_s:
+            continue
         batch = batch_of(lengths, work.shape, request.vocab_size, step, work.clips)
         batches = [batch] * request.micro_batches
         used = _timed_step(train_state, batches, step, device)
-        # The first step allocates moments and chooses algorithms; the last batch is the extreme
-        # one.
-        if 0 < step <= len(work.timed):
+        if is_timed:
             seconds.append(used / len(batches))
             audio.append(batch.audio_seconds)
     tensors, peak = _peaks(device)
@@ -118,6 +126,7 @@ def run(request: Request) -> Measurement:
         tensor_bytes=tensors,
         seconds=min(seconds),
         audio_seconds=statistics.mean(audio),
+        speeds=tuple(length / used for length, used in zip(audio, seconds, strict=True)),
     )
 
 
