@@ -241,8 +241,8 @@ def audio_seconds_per_second(
     """Train a few steps in a separate process, on batches of these lengths.
 
     Returns seconds of audio per second of each step; None if memory does not suffice. ``frames``
-    and ``tokens`` (n,) are those of utterances of the corpus, the prompt included. Audio loading is not
-    measured, because it overlaps with training.
+    and ``tokens`` (n,) are those of utterances of the corpus, the prompt included. Audio loading is
+    not measured, because it overlaps with training.
     """
     resolved = resolve_config(recipe, None)
     lengths = UtteranceLengths(frames.astype(np.int32), tokens.astype(np.int32))
