@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from effasr.data.features.config import FeatureConfig
-from effasr.data.features.log_mel import LogMel, MelFrames, mel_filterbank
+from effasr.data.features.log_mel import LogMel, MelFrames
 from effasr_kernels import PackedLayout, pack
 
 
@@ -38,31 +38,13 @@ def test_frame_counts(samples: int, mel: int, frames: int) -> None:
     assert FeatureConfig().encoder_frames(samples) == frames
 
 
-@pytest.mark.parametrize(("mel_bins", "n_fft"), [(64, 512), (80, 512), (128, 512), (128, 1024)])
-def test_filterbank_is_that_of_transformers(mel_bins: int, n_fft: int) -> None:
-    audio_utils = pytest.importorskip("transformers.audio_utils")
-    expected = audio_utils.mel_filter_bank(
-        num_frequency_bins=n_fft // 2 + 1,
-        num_mel_filters=mel_bins,
-        min_frequency=0.0,
-        max_frequency=8000.0,
-        sampling_rate=16_000,
-        norm="slaney",
-        mel_scale="slaney",
-    )
-    ours = mel_filterbank(FeatureConfig(mel_bins=mel_bins, n_fft=n_fft))
-    np.testing.assert_allclose(ours, expected, atol=1e-12)
-
-
 @pytest.mark.parametrize("subsampling", [8, 4])
-@pytest.mark.parametrize("mel_bins", [80, 128])
-def test_a_pack_gives_what_transformers_gives_for_each_utterance(
-    mel_bins: int, subsampling: int
-) -> None:
+@pytest.mark.parametrize(("mel_bins", "n_fft"), [(64, 512), (80, 512), (128, 512), (128, 1024)])
+def test_a_pack_gives_what_transformers_gives_for_each_utterance(mel_bins, n_fft, subsampling):
     transformers = pytest.importorskip("transformers")
-    extractor = transformers.ParakeetFeatureExtractor(feature_size=mel_bins)
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=mel_bins, n_fft=n_fft)
     audio = utterances(7000, 1439, 320, 16_001, 1280)
-    config = FeatureConfig(mel_bins=mel_bins, subsampling=subsampling)
+    config = FeatureConfig(mel_bins=mel_bins, n_fft=n_fft, subsampling=subsampling)
     mel = log_mel(config, audio, spare=3, extra=2)
     for wave, ours in zip(audio, real_rows(mel), strict=False):
         expected = extractor(wave.numpy(), sampling_rate=16_000, return_tensors="pt")
@@ -98,12 +80,6 @@ def test_short_and_silent_utterances_are_finite() -> None:
     assert real_rows(mel)[1].abs().max() == 0
     assert log_mel(FeatureConfig(), utterances(100, 0)).values.shape == (0, 80)
     assert not log_mel(FeatureConfig(), utterances(100), spare=2).values.any()
-
-
-def test_bands_have_zero_mean_and_unit_variance() -> None:
-    for rows in real_rows(log_mel(FeatureConfig(), utterances(16_000, 4_000))):
-        torch.testing.assert_close(rows.mean(0), torch.zeros(80), atol=1e-4, rtol=0)
-        torch.testing.assert_close(rows.std(0), torch.ones(80), atol=1e-4, rtol=0)
 
 
 def test_without_normalisation_the_log_of_the_energy_stays() -> None:

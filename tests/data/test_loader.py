@@ -6,37 +6,23 @@ import sys
 import textwrap
 import time
 from contextlib import closing
-from itertools import islice
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from effasr.data.audio.waveform import AudioError
-from effasr.data.config import DataConfig
-from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader
 from effasr.data.micro_batch_loader import MicroBatchRef
 from effasr.data.worker_processes import next_item
+from tests.support.corpora import make_loader
+from tests.support.corpora import take_steps as take
 
 
 @pytest.fixture
 def make(nemo, tokenizer):
-    """Makes a loader of 40 tones with about 4 micro-batches of 60 frames in a step."""
-    manifest = nemo(40)
-
-    def build(*, rank=0, world_size=1, **options):
-        defaults = {"frame_budget": 60, "micro_batches": 4, "workers": 0}
-        config = DataConfig(train=str(manifest), **(defaults | options))  # type: ignore[arg-type]
-        corpus = Corpus.load(config.train, tokenizer, config, ctc=False)
-        return Loader(corpus, config, seed=3, rank=rank, world_size=world_size)
-
-    return build
-
-
-def take(loader, count, epoch=0, step=0):
-    with closing(loader.steps(epoch, step)) as steps:
-        return list(islice(steps, count))
+    """Makes a loader of 40 tones."""
+    return partial(make_loader, nemo(40), tokenizer)
 
 
 def tensors(batch):

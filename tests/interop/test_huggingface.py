@@ -491,14 +491,6 @@ def test_a_trained_configuration_goes_out_and_comes_back(
         assert_same(loss, their_loss(theirs, examples[0]), "loss")
 
 
-def test_bfloat16_weights_become_float32(tmp_path):
-    theirs = random_transducer("parakeet_rnnt").to(torch.bfloat16)
-    _, _, state = import_model(saved(theirs, tmp_path))
-    weight = state["transducer.output.weight"]
-    assert weight.dtype == torch.float32
-    assert torch.equal(weight, theirs.joint.head.weight.float())
-
-
 @pytest.mark.parametrize(
     ("kind", "part", "changes", "message"),
     [

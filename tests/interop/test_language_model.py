@@ -55,19 +55,6 @@ def test_folders_of_the_base_model_and_with_a_tied_weight_twice(tmp_path):
         assert torch.equal(model.output_weight, expected)
 
 
-def test_shards_are_read(tmp_path):
-    folder = write_chat_model(tmp_path / "llm")
-    weights = weights_of(folder)
-    names = {name: f"{n % 2}.safetensors" for n, name in enumerate(weights)}
-    for part in set(names.values()):
-        save_file({name: weights[name] for name in names if names[name] == part}, folder / part)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    model = build(folder)
-    read_language_model(folder, model)
-    assert torch.equal(model.output_weight, weights["lm_head.weight"])
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -1,6 +1,8 @@
 """Recordings, manifests and corpora of tests."""
 
 import json
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import soundfile
 
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
+from effasr.data.loader import Loader
+from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.tokenizer import Tokenizer
 
 
@@ -40,3 +44,19 @@ def load_corpus(path: Path, tokenizer: Tokenizer, **options: Any) -> Corpus:
 
 def dropped(corpus: Corpus) -> list[tuple[str, str]]:
     return [(drop.id, str(drop.reason)) for drop in corpus.dropped]
+
+
+def make_loader(
+    path: Path, tokenizer: Tokenizer, *, rank: int = 0, world_size: int = 1, seed: int = 3,
+    **options: Any,
+) -> Loader:  # fmt: skip
+    """A loader with about 4 micro-batches of 60 frames in a step."""
+    defaults = {"train": str(path), "frame_budget": 60, "micro_batches": 4, "workers": 0}
+    config = DataConfig(**(defaults | options))
+    corpus = Corpus.load(config.train, tokenizer, config, ctc=False)
+    return Loader(corpus, config, seed=seed, rank=rank, world_size=world_size)
+
+
+def take_steps(loader: Loader, count: int, epoch: int = 0, step: int = 0) -> list[StepBatch]:
+    with closing(loader.steps(epoch, step)) as steps:
+        return list(islice(steps, count))
