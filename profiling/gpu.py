@@ -255,10 +255,12 @@ class Call:
                 result = replace(result, is_done=False)
             self._record(result)
             self._set_aside()
-            failed = result.status in ("failed", "out of time")
-            if failed and not self.dry and not self._answers():
-                self._record(Result("GPU", "failed", 0, "it answers no more", is_done=False))
-                return
+            if result.status in ("failed", "out of time") and not self.dry:
+                path = shlex.quote(str(self.output / "environment_again.json"))
+                again = self._command("environment again", 60, f"gpu.py --describe {path}")
+                if again.status != "ok":
+                    self._record(Result("GPU", "failed", 0, "it answers no more", is_done=False))
+                    return
 
     def _earlier(self) -> list[dict[str, Any]]:
         path = self.output / "parts.jsonl"
@@ -369,11 +371,6 @@ class Call:
             result = Result("tests", "ok")
         # What is done of them is in tests.jsonl.
         return replace(result, seconds=round(time.monotonic() - began, 1), is_done=False)
-
-    def _answers(self) -> bool:
-        path = self.output / "environment_again.json"
-        command = f"gpu.py --describe {shlex.quote(str(path))}"
-        return self._command("environment again", 60, command).status == "ok"
 
     def _set_aside(self) -> None:
         """Move rows of other projects' attention whose own tests are not green to unproven.csv."""

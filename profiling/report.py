@@ -51,7 +51,9 @@ def make(
     ]
     reports = [analysis.report for analysis in analyses]
     if len(reports) == 2:
-        _tell_apart(reports, groups)
+        if reports[0]["name"] == reports[1]["name"]:
+            for report, paths in zip(reports, groups, strict=True):
+                report["name"] = str(paths[0])
         report = {"comparison": compare(*reports), "reports": reports}
     else:
         report = reports[0]
@@ -61,23 +63,15 @@ def make(
     output.mkdir(parents=True, exist_ok=True)
     _write(output / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
     _write(output / "report.html", page)
-    for name, analysis in zip(_trace_names(len(analyses)), analyses, strict=True):
+    for name, analysis in zip(
+        ("trace.json", "trace_before.json"), reversed(analyses), strict=False
+    ):
         if analysis.lanes:
             _write_trace(output / name, analysis.table, analysis.lanes, analysis.attribution)
         else:
             # Not that of an earlier report.
             (output / name).unlink(missing_ok=True)
     return report
-
-
-def _tell_apart(reports: list[dict[str, Any]], groups: Sequence[Sequence[Path]]) -> None:
-    if reports[0]["name"] == reports[1]["name"]:
-        for report, paths in zip(reports, groups, strict=True):
-            report["name"] = str(paths[0])
-
-
-def _trace_names(runs: int) -> list[str]:
-    return ["trace.json"] if runs == 1 else ["trace_before.json", "trace.json"]
 
 
 def _write(path: Path, content: str) -> None:

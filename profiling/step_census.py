@@ -5,14 +5,13 @@
     python profiling/step_census.py --update-baseline   write results/step_census.json
 
 A step of one micro-batch runs with dropout in bfloat16 on fake tensors of a made-up GPU: the
-trainer does what it does on a real one, but operators of PyTorch and kernels are recorded, so
-that a step of any size takes seconds. A product has the FLOPs of `torch.utils.flop_counter`, an
-operation those of its own formula. A launch has the bytes of the tensors that it reads and writes,
-each once; traffic that caches do not catch comes on top. Multi-tensor operators have the launches
-of PyTorch's builds for CUDA 13. The roofline is the sum over operators and calls of operations of
-the time that an H200 takes at least: a bound, not a measurement. The table lists categories and
-layers; the JSON has `launches_eager`, `launches_graph`, `bytes_between_per_frame_channel` (traffic
-of frames between the matrix products and the kernels of an encoder layer) and their parts.
+trainer does what it does on a real one, but operators of PyTorch and kernels are recorded. A
+product has the FLOPs of `torch.utils.flop_counter`, an operation those of its own formula; a launch
+has the bytes of the tensors that it reads and writes, each once. Multi-tensor operators have the
+launches of PyTorch's builds for CUDA 13. The roofline is the sum over operators and calls of
+operations of the time that an H200 takes at least: a bound, not a measurement. The JSON has
+`launches_eager`, `launches_graph`, `bytes_between_per_frame_channel` (traffic of frames between
+the matrix products and the kernels of an encoder layer) and their parts.
 
 ``--model speech_llm_lora`` is a speech language model: the encoder of Canary 1B flash before a
 Qwen3 of 1.7 billion weights, with adapters.

@@ -186,7 +186,7 @@ def run(plan: Plan, table: Path | None) -> None:
             texts = [printed]
         content = {name: value for text in texts for name, value in json.loads(text).items()}
         if not plan.grid["columns"]:
-            say(printed or f"see {job.folder}")
+            tables.show(printed or f"see {job.folder}")
         elif each is None:
             rows.append(_row(plan, values, content))
         else:
@@ -202,7 +202,7 @@ def run(plan: Plan, table: Path | None) -> None:
 def _call(command: str, folder: Path, sources: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     words = shlex.split(command)
-    say(f"$ {command}")
+    tables.show(f"$ {command}")
     if words[0] == "subset":
         subset(words[1:])
         return ""
@@ -313,11 +313,6 @@ def subset(arguments: Sequence[str]) -> None:
     options.output.write_text(text, encoding="utf-8")
 
 
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -352,12 +347,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.list:
                 jobs = [*plan.stages.values(), *(job for job, *_ in plan.rows)]
                 commands = [command for job in jobs for command in job.commands]
-                say("\n  ".join([f"{plan.label}:", *commands]))
+                tables.show("\n  ".join([f"{plan.label}:", *commands]))
             elif any(row[CELL] == plan.digest for row in tables.read(work / "rows.csv")):
-                say(f"{plan.label}: skipped, as {work / 'rows.csv'} has its rows")
+                tables.show(f"{plan.label}: skipped, as {work / 'rows.csv'} has its rows")
             else:
                 run(plan, options.csv)
-                say(f"{plan.label}: written to {work / 'rows.csv'}")
+                tables.show(f"{plan.label}: written to {work / 'rows.csv'}")
     return 0
 
 

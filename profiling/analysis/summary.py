@@ -48,6 +48,9 @@ def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -
         of_name = np.array([CATEGORIES.index(name) for name in categories], np.int64)
         category, count = of_name[table.work["name"]], sum(len(lane.wall) for lane in lanes)
         pieces = cut(table, lanes, part)
+        # The lane with most time of its own: the slowest rank.
+        own_ns = [float((lane.wall - lane.parts["communication"]).mean()) for lane in lanes]
+        slowest = lanes[int(np.argmax(own_ns))]
         report |= {
             "budget": _budget(table, lanes),
             "categories": by_category(category, part, pieces, count),
@@ -55,7 +58,7 @@ def analyze(subject: Subject, *, step_range: str | None = None, skip: int = 0) -
             "ranges": by_range(pieces, attribution, count),
             "kernels": kernels(table, pieces, categories, count),
             "ranks": summarize(table, lanes),
-            "timeline": picture(table, _shown(lanes), attribution, category),
+            "timeline": picture(table, slowest, attribution, category),
         }
         rules = by_rule(pieces, attribution)
     notes = subject.notes + verdict.assess(table, launches, lanes, rules, report["log"])
@@ -82,11 +85,6 @@ def _of_log(subject: Subject, table: Table) -> dict[str, Any]:
         "categories": [],
         "ranks": {},
     }
-
-
-def _shown(lanes: list[Lane]) -> Lane:
-    own_ns = [float((lane.wall - lane.parts["communication"]).mean()) for lane in lanes]
-    return lanes[int(np.argmax(own_ns))]
 
 
 def _budget(table: Table, lanes: list[Lane]) -> dict[str, Any]:
@@ -340,7 +338,9 @@ def picture(
 ) -> dict[str, Any]:
     step = int(np.argsort(lane.wall, kind="stable")[(len(lane.wall) - 1) // 2])
     begin, end = (int(edge) for edge in lane.steps.windows[step])
-    rows = [_row("budget", *_of_parts(lane, begin, end), list(PARTS), begin, end)]
+    sets = [intervals.clip(lane.moments[name], begin, end) for name in PARTS]
+    labels = np.repeat(np.arange(len(sets)), [len(moments) for moments in sets])
+    rows = [_row("budget", *np.concatenate(sets).T, labels, list(PARTS), begin, end)]
     phases = _of_host(table, lane, begin, end)
     if phases is not None:
         rows.append(_row("host", *phases, begin, end))
@@ -365,13 +365,6 @@ def picture(
         "rows": rows,
         "streams_left_out": len(streams) - len(busiest),
     }
-
-
-def _of_parts(lane: Lane, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    sets = [intervals.clip(lane.moments[name], begin, end) for name in PARTS]
-    labels = np.concatenate([np.full(len(local), number) for number, local in enumerate(sets)])
-    everything = np.concatenate(sets)
-    return everything[:, 0], everything[:, 1], labels.astype(np.int64)
 
 
 def _of_host(

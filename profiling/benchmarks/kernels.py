@@ -36,12 +36,6 @@ from effasr_kernels.runtime.launch import Launch, capability, diverted
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.testing import aot
 
-
-def _cpu_workload(rows: int, head_width: int, durations: Sequence[float], **more: Any) -> Workload:
-    device, dtype = torch.device("cpu"), torch.bfloat16
-    return Workload(rows, head_width, durations, device, dtype, **more)
-
-
 # --- counts of the emulator -----------------------------------------------------------------------
 
 
@@ -73,7 +67,8 @@ def counts(arguments: Sequence[str] | None = None) -> int:
     add("--worst", type=int, default=3, help="lines for each kernel")
     options = parser.parse_args(arguments)
     widths = Widths(vocabulary=options.vocabulary)
-    workload = _cpu_workload(options.frames, options.head_width, drawn_durations(), widths=widths)
+    sizes = options.frames, options.head_width, drawn_durations()
+    workload = Workload(*sizes, torch.device("cpu"), torch.bfloat16, widths)
     table = harness.Table(("case", "kernel", "line", *COUNTS), options.output, workload.device)
     head = ["instructions", "sectors", "x needed", "wavefronts", "x conflicts", "products"]
     for case in (case for group in ops.GROUPS for case in group(workload)):

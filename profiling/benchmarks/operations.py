@@ -277,13 +277,7 @@ def _residual(workload: Workload, dropout: float) -> Case:
         added = stream + F.dropout(x, dropout)
         return F.layer_norm(added, (width,), weight, bias).to(x.dtype), added
 
-    def flash_attn() -> Any:
-        from flash_attn.ops.triton.layer_norm import layer_norm_fn
-
-        options = {"eps": 1e-5, "dropout_p": dropout, "prenorm": True, "residual_in_fp32": True}
-        return lambda x, stream, *norm: layer_norm_fn(x, *norm, residual=stream, **options)
-
-    peers = _torch(workload, call) | {"flash-attn layer_norm_fn": flash_attn}
+    peers = _torch(workload, call)
     arguments |= {"dropout": dropout, "seed": 0}
     grads = [x.detach().roll(1, 1), stream.detach().roll(1, 1)]
     shape, exact = f"{workload.describe()} C={width}", not dropout

@@ -4,24 +4,18 @@
         [--systems packed_static packed random ...] [--modes eager graph compile graph_compile]
         [--frame-budget N] [--steps 20] [--categories] [--output CSV]
 
-Audio is noise and texts are random tokens, but durations are those of a list of real ones; no
-system computes more frames a step than the budget, padding included. ``packed_static`` fills a
-static shape, ``packed`` is the same without the tails; ``random``, ``bucketed``, ``sync_bucketed``
-and ``sync_bucketed_2d`` are the batches of other toolkits, computed padded; ``transformers`` trains
-Hugging Face's Canary with the same weights, the batches of ``random``, the same loss and the same
-optimizer, or its Whisper on windows of 30 s (our systems compute no silence); its features are made
-before the clock starts. That both models give the same loss is checked first. On a CPU systems take
-turns, a step each. ``--modes`` is for ``packed_static``: a CUDA graph replays its micro-batches,
-torch.compile makes the model's kernels, or both. On a GPU, and with several models or modes, each
-is timed in a process of its own, so that an error, or running out of memory, ends no other. What
-cannot be measured here is left out with its reason. Exit code 1: something failed; 3: nothing could
-be measured here. The steps of a row are spread over an epoch by the length of their utterances, so
-that all systems train on the same ones: its throughput is that of all of them together, its time
-the median of a step. With --categories some more steps are recorded
-after those that are timed, and their time by category of kernel goes to NAME_categories.csv beside
-the table. With --profile DIR the steps are not timed but recorded, in DIR/SYSTEM/rank0.json.gz, for
-``profiling/report.py``. Needs torch and triton alone, but for the bucketed systems, which are
-lhotse's, and transformers.
+Audio is noise and texts are random tokens at durations of a list of real ones; no system computes
+more frames a step than the budget, padding included. ``packed_static`` fills a static shape,
+``packed`` has no tails; ``random``, ``bucketed``, ``sync_bucketed`` and ``sync_bucketed_2d`` are
+batches of other toolkits, computed padded; ``transformers`` trains Hugging Face's Canary with the
+same weights, batches (of ``random``), loss and optimizer, or its Whisper on windows of 30 s, once
+both models have given the same loss. ``--modes`` is for ``packed_static``. On a CPU systems take
+turns, a step each; on a GPU, and with several models or modes, each has a process of its own. The
+steps of a row are spread over an epoch by the length of their utterances: its throughput is that of
+all of them, its time the median of a step. --categories writes the time by category of kernel to
+NAME_categories.csv; --profile DIR records steps for ``profiling/report.py`` in place of timing.
+Needs torch and triton alone, but for the bucketed systems, which are lhotse's, and transformers.
+Exit code 1: something failed; 3: nothing could be measured here.
 """
 
 from __future__ import annotations

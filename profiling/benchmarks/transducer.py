@@ -21,7 +21,6 @@ from effasr_kernels import PackedLayout
 from effasr_kernels.runtime import native
 from effasr_kernels.shared import lattice
 from effasr_kernels.transducer_loss import OPERATION, TransducerArguments
-from effasr_kernels.transducer_loss.lattice import occupancies
 
 DURATIONS = (0, 1, 2, 3, 4)  # of Parakeet TDT, in frames
 _JUDGED = (
@@ -63,8 +62,8 @@ class Nodes:
         planes = log_blank.contiguous(), log_label.contiguous()
         if log_blank.is_cuda:
             return self._on_gpu(*planes)
-        if native.unsupported_reason() is not None:
-            return self._in_python(*planes)
+        if (reason := native.unsupported_reason()) is not None:
+            raise RuntimeError(reason)
         offsets = self.frames.cu_seqlens, self.labels.cu_seqlens, self.first[:-1]
         total, blank, label = lattice.transducer_occupancies(*planes, *offsets)
         return -total.float(), blank, label
@@ -82,16 +81,6 @@ class Nodes:
         kernel.losses(group, offsets, log_blank, log_label, blank, 0, loss, bound)
         ones = torch.ones_like(loss)
         kernel.occupancies(group, offsets, blank, 0, loss, ones, blank, label, bound, 0.0)
-        return loss, blank, label
-
-    def _in_python(self, log_blank: Tensor, log_label: Tensor) -> Planes:
-        parts = []
-        planes = zip(log_blank.split(self.counts), log_label.split(self.counts), strict=True)
-        for frames, (blank, label) in zip(self.frames.lengths, planes, strict=True):
-            blank, label = (x.view(frames, -1).double() for x in (blank, label))
-            total, *occupied = occupancies(blank, label[:, :-1])
-            parts.append([-total[None], *(x.flatten() for x in occupied)])
-        loss, blank, label = (torch.cat(x).float() for x in zip(*parts, strict=True))
         return loss, blank, label
 
 

@@ -62,8 +62,10 @@ class Parser:
 
     def parse(self, text: str) -> Program:
         program = self._program
-        head, body = self._split(text)
-        self._head(head)
+        opening = text.index("{", text.index(".entry"))
+        # Nothing but debug information follows the kernel's last brace.
+        body = text[opening + 1 : text.index("\n}", opening)]
+        self._head(text[:opening])
         program.lines.append("?")
         line = 0
         for raw in body.split("\n"):
@@ -96,13 +98,6 @@ class Parser:
             falls = [number + 1] if guard >= 0 or operation not in (branch, leave) else []
             successors.append([*target, *ends, *falls])
         return successors
-
-    def _split(self, text: str) -> tuple[str, str]:
-        begin = text.index(".entry")
-        opening = text.index("{", begin)
-        # Nothing but debug information follows the kernel's last brace.
-        closing = text.index("\n}", opening)
-        return text[:opening], text[opening + 1 : closing]
 
     def _head(self, head: str) -> None:
         program = self._program
@@ -277,12 +272,10 @@ class Parser:
                     (self._place(operand, False), _SPECIALS.index(operand))
                 )
             return self._places[key]
-        if operand.startswith("%") or self._is_declared(operand):
+        is_declared = operand in self._wide and operand not in self._symbols
+        if operand.startswith("%") or is_declared:
             return self._register(operand, kind)
         return self._constant(operand, wide)
-
-    def _is_declared(self, operand: str) -> bool:
-        return operand in self._wide and operand not in self._symbols
 
     def _register(self, name: str, kind: str) -> int:
         wide = self._wide.get(name, self._wide.get(name.rstrip("0123456789")))

@@ -3,4 +3,4 @@ from pathlib import Path
 
 # Scripts find their own folder when they run; so must tests that import them.
 PROFILING = Path(__file__).parents[2] / "profiling"
-sys.path += [str(PROFILING / folder) for folder in ("", "studies")]
+sys.path.append(str(PROFILING))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from analysis import intervals
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,16 +81,7 @@ def test_pieces_lie_in_one_window_each_and_lose_nothing(one: list, other: list) 
     assert sums.tolist() == intervals.covered(windows, begins, ends).tolist()
 
 
-def test_intervals_that_touch_are_one() -> None:
-    assert intervals.union(np.array([0, 5]), np.array([5, 9])).tolist() == [[0, 9]]
-
-
 def test_two_that_begin_together_count_the_shorter_first() -> None:
     begins, ends = np.array([0, 0]), np.array([10, 4])
     added = intervals.increments(begins, ends, np.array([0, 1]), np.array([[0, 20]]))
     assert added.tolist() == [6, 4]
-
-
-@pytest.mark.parametrize("windows", [intervals.EMPTY, np.array([[5, 5]])[:0]])
-def test_nothing_is_in_no_window(windows: np.ndarray) -> None:
-    assert len(intervals.split(np.array([0]), np.array([9]), windows)[0]) == 0

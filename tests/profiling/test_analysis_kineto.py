@@ -54,14 +54,6 @@ def test_arrows_come_before_sequence_numbers(path: Path) -> None:
     )
 
 
-def test_backward_without_links_goes_by_time(path: Path) -> None:
-    trace = Trace()
-    trace.note("ProfilerStep#3", 0, 1000)
-    trace.note("backward", 500, 900)
-    trace.kernel(630, 640, 690, tid=AUTOGRAD)
-    assert labelled(kineto.read(trace.write(path))) == [("backward", "backward", "time", True)]
-
-
 def test_a_kernel_without_launch_is_placed_by_its_external_id(path: Path) -> None:
     trace = Trace()
     trace.note("step", 0, 1000)

@@ -7,21 +7,18 @@ import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import report
 import torch
 from benchmarks import harness, training
 from benchmarks.speech import (
     Corpus,
-    padded_features,
     plan_of,
     random_batches,
     representative,
 )
 from torch._dynamo.utils import counters
 
-from effasr.data.features.config import FeatureConfig
 from effasr.data.sampling.options import StrategyOptions
 from effasr.data.sampling.strategies import planner
 
@@ -186,20 +183,6 @@ def test_the_reason_of_what_is_not_installed_is_told(
     assert training.main([*TINY, "--systems", "transformers"]) == harness.LEFT_OUT
     expected = "transformers: left out: ImportError: Canary requires the x library but it was not"
     assert expected in capsys.readouterr().err
-
-
-def test_features_are_those_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.23")
-    rng = np.random.default_rng(0)
-    # The longest fills its encoder frames, and is a whole number of hops.
-    audio = [rng.standard_normal(n).astype(np.float32) for n in (16_000, 20_480, 4_321)]
-    ours = padded_features(FeatureConfig(mel_bins=64), audio)
-    theirs = transformers.ParakeetFeatureExtractor(feature_size=64)(
-        audio, sampling_rate=16_000, return_tensors="pt", padding=True
-    )
-    name = "input_features"
-    assert torch.equal(ours["attention_mask"], theirs["attention_mask"])
-    torch.testing.assert_close(ours[name], theirs[name], atol=2e-3, rtol=1e-3)
 
 
 def test_the_same_steps_whatever_was_measured_before(setup: training.Setup) -> None:

@@ -109,24 +109,6 @@ def test_a_dry_run_tests_every_operation(name) -> None:
     assert name in CONTRACT or any(word in source for word in words)
 
 
-@pytest.mark.extended
-def test_a_dry_run_writes_the_columns_of_a_gpu(tmp_path) -> None:
-    command = [sys.executable, gpu.__file__, "--dry-run", "--output", str(tmp_path), "--only"]
-    parts = ["tests", "matmul peak", "ops ctc_loss"]
-    done = subprocess.run([*command, *parts], env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("ops", "matmul_peak"):
-        rows = rows_of(tmp_path / f"{name}.csv")
-        assert {row["device"][:4] for row in rows} == {"cpu "}
-    assert {"op", "kind", "backend", "shape", "mode", "p50_ms", "peak_bytes"} <= set(rows_of(
-        tmp_path / "ops.csv"
-    )[0])  # fmt: skip
-    summary = (tmp_path / "summary.md").read_text()
-    assert "dry run: no figure below is one of a GPU" in summary
-    assert "| ctc_loss " in summary
-    assert {"ops.csv", "tests.jsonl", "summary.md"} <= set(members(tmp_path / "gpu.tar.gz"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.extended

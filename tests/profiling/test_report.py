@@ -18,7 +18,6 @@ from torch import nn
 from tests.profiling.nsys_export import Export
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared" / "data" / "nsys"
 _VOID = {"meta", "br", "img", "input", "link", "hr"}
 
 
@@ -262,20 +261,3 @@ def test_only_numpy_is_needed(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(ROOT / "profiling"), str(path)]
     subprocess.run([*command, "--output", str(tmp_path / "out")], check=True, timeout=240)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real exports are not part of the repository")
-@pytest.mark.parametrize(
-    ("name", "kernels", "lost"),
-    [("h100_2gpu_1s", 3442, 0.4), ("power_iteration__baseline", 3689, 0.0)],
-)
-def test_real_exports(name: str, kernels: int, lost: float, output: Path) -> None:
-    made = report.make([[SHARED / f"{name}.sqlite"]], output)
-    budget = made["budget"]
-    assert sum(part["ns"] for part in budget["parts"]) == budget["wall_ns"]
-    assert lost <= made["attribution"]["none"] < lost + 0.1
-    rows = [*made["kernels"]["top"], made["kernels"]["others"]]
-    calls = sum(row["calls"] for row in rows if not row.get("name", "").startswith("Mem"))
-    assert calls * budget["windows"] <= kernels
-    assert made["verdict"]["text"] in check_page(output / "report.html").text
-    assert check_trace(output / "trace.json")

@@ -1,6 +1,6 @@
 """Kills processes of a training run at random, and checks that nothing comes of it.
 
-    python profiling/studies/chaos.py [--seconds 120] [--seed 0] [--ranks 2]
+    python tests/faults/chaos.py [--seconds 120] [--seed 0] [--ranks 2]
 
 torchrun trains a tiny model on the CPU twice: left alone, and while ranks and data workers are
 killed (SIGKILL) at random moments and torchrun starts them again. In the end weights, moments and
@@ -20,14 +20,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
+from gpu_processes import run
 from real_training import differing_tensors, metrics_of
 from tones import write_corpus
 
@@ -60,10 +61,10 @@ def chaos(folder: Path, *, seconds: float, steps: int, seed: int, ranks: int = 2
         "training": LOOP | {"max_steps": steps},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with torchrun(folder, "straight", ranks) as process:
-        _wait_for_the_end(process, folder)
+    _torchrun(folder, "straight", ranks)
     draw, kills = random.Random(seed), {"rank": 0, "data worker": 0}
-    with torchrun(folder, "killed", ranks) as process:
+
+    def kill(process: subprocess.Popen[str]) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and process.poll() is None:
             # Now and then while processes begin, mostly while they train.
@@ -78,13 +79,12 @@ def chaos(folder: Path, *, seconds: float, steps: int, seed: int, ranks: int = 2
                 with suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
                     kills[kind] += 1
-        _wait_for_the_end(process, folder)
+
+    _torchrun(folder, "killed", ranks, kill)
     return _compare(folder, kills, steps)
 
 
-@contextmanager
-def torchrun(folder: Path, name: str, ranks: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that does not outlive the block; torchrun ends its ranks on SIGTERM."""
+def _torchrun(folder: Path, name: str, ranks: int, watch: Any = lambda process: None) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"),
         *("--monitor-interval=0.1", f"--nproc-per-node={ranks}", str(Path(__file__).resolve())),
@@ -92,26 +92,17 @@ def torchrun(folder: Path, name: str, ranks: int) -> Iterator[subprocess.Popen[b
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (folder / "log.txt").open("a") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        ended = run(command, environment=environment, echo=log.write, watch=watch)
+    if ended.code:
+        raise RuntimeError("\n".join(["torchrun failed:", *ended.lines[-50:]]))
 
 
-def _wait_for_a_step(folder: Path, process: subprocess.Popen[bytes], until: float) -> None:
+def _wait_for_a_step(folder: Path, process: subprocess.Popen[str], until: float) -> None:
     before = set(folder.glob("killed.seen.*"))
     while process.poll() is None and time.monotonic() < until:
         if set(folder.glob("killed.seen.*")) - before:
             return
         time.sleep(0.05)
-
-
-def _wait_for_the_end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    if process.wait():
-        raise RuntimeError(f"torchrun failed:\n{(folder / 'log.txt').read_text()[-4000:]}")
 
 
 def _children(parent: int) -> Iterator[int]:

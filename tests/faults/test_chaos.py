@@ -1,5 +1,6 @@
 import pytest
-from chaos import chaos
+
+from tests.faults.chaos import chaos
 
 
 @pytest.mark.extended
