@@ -163,7 +163,7 @@ def _is_unwritable(error: Exception) -> bool:
 def explain(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         name = "" if error.filename is None else f"{escape_line(str(error.filename))}: "
-        remedy = _REMEDIES.get(error.errno)
+        remedy = "" if error.filename == STANDARD_OUTPUT else _REMEDIES.get(error.errno)
         return f"{name}{error.strerror}{f': {remedy}' if remedy else ''}."
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."

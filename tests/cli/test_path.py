@@ -91,7 +91,9 @@ def test_evaluate_writes_into_the_run(effasr, workplace, tmp_path):
     assert result["utterances"] == 4
     rows = read_lines(folder / "hypotheses.jsonl")
     assert len(rows) == 4
-    assert all(row.keys() == {"id", "reference", "hypothesis", "duration"} for row in rows)
+    assert all(
+        row.keys() == {"id", "reference", "hypothesis", "language", "duration"} for row in rows
+    )
     (validation,) = read_lines(workplace.run / "validation.jsonl")
     assert result["wer"] == validation["wer"]
 
