@@ -15,6 +15,9 @@ import soundfile
 from effasr.checkpoint import load_model, resolve
 from effasr.cli.main import main
 from effasr.training.run_dir.run_directory import read_lines
+from tests.support.commands import effasr
+
+__all__ = ["effasr"]
 
 WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0, "top": 3000.0}
 
@@ -43,23 +46,6 @@ class Terminal(io.StringIO):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The one line that a failed command writes to standard error."""
-        assert self.code in (1, 2), self
-        lines = self.err.splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("effasr"), self.err
-        assert "Traceback" not in self.err
-        return lines[0]
-
-
-@dataclass(frozen=True)
 class Workplace:
     """Everything that the commands made: see `workplace`."""
 
@@ -76,20 +62,6 @@ class Workplace:
     @property
     def wav(self) -> str:
         return str(self.folder / "dev-0.wav")
-
-
-@pytest.fixture
-def effasr(capsys):
-    def run(*arguments) -> Outcome:
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:  # argparse's way of ending
-            code = int(end.code or 0)
-        written = capsys.readouterr()
-        return Outcome(code, written.out, written.err)
-
-    return run
 
 
 @pytest.fixture(scope="session")

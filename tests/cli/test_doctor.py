@@ -185,8 +185,3 @@ def test_a_recipe_with_a_language_model_shows_its_budgets():
     assert {row.name: row.value for row in automatic}["data.frame_budget"] == "auto"
     compiled = recipe_rows("speech_llm_demo", [*common, "training.compile=true"])
     assert {row.name: row.value for row in compiled}["training.compile"] == "yes"
-
-
-def test_fields_need_a_recipe():
-    with pytest.raises(ValueError, match=r"`overrides` must come with --recipe"):
-        recipe_rows(None, ["training.compile=true"])

@@ -226,19 +226,3 @@ def test_an_average_is_evaluated_into_a_folder_of_its_own(effasr, run, workplace
         failed = effasr(*command, "--averaged", "1")
         assert failed.code == 2
         assert "`--averaged` must have a run with checkpoints" in failed.error
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--averaged", "9"), "`--averaged` must be from 1 to 2, the checkpoints that"),
-        (("--averaged", "0"), "must be an integer from 1 on, but is '0'"),
-        (("--format", "onnx", "--author", "A"), "must be left out for `--format onnx`"),
-        (("--license", "CC BY"), "must be a name such as cc-by-4.0, in small letters"),
-    ],
-)
-def test_refusals(effasr, run, tmp_path, options, message):
-    failed = effasr("export", run, tmp_path / "hf", *options)
-    assert failed.code == 2
-    assert message in failed.error
-    assert not (tmp_path / "hf").exists()

@@ -3,13 +3,10 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 
-from effasr.checkpoint import load_model, resolve, save_model
-from effasr.decoding.config import DecodingConfig
+from effasr.checkpoint import load_model, resolve
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -123,9 +120,7 @@ def test_a_parakeet_in_tuned_and_out(effasr, tune, tmp_path, name):
     [
         ("config.json", None, "has no config.json: `hf download"),
         ("config.json", "{", "config.json is not valid JSON"),
-        ("config.json", '{"model_type": "wav2vec2"}', "canary or parakeet_ctc or parakeet_rnnt"),
         ("model.safetensors", None, "model.safetensors: there is no such file."),
-        ("model.safetensors", "garbage", "model.safetensors is damaged"),
         ("tokenizer.json", None, "tokenizer.json: there is no such file."),
         ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer that can be read"),
     ],
@@ -156,50 +151,3 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(effasr, canary, tmp_
     failed = effasr("import", canary, tmp_path)
     assert "must be new, empty or a model directory" in failed.error
     assert (tmp_path / "diary.txt").read_text() == "dear"
-
-
-@torch.no_grad()
-def test_transcripts_are_those_of_transformers(effasr, canary, tmp_path):
-    """Random weights, so large that the text depends on the sound and on what was said before."""
-    assert effasr("import", canary, tmp_path / "model").code == 0
-    loaded = load_model(tmp_path / "model")
-    draw = torch.Generator().manual_seed(1)
-    for name, weight in loaded.model.named_parameters():
-        if weight.ndim > 1:
-            scale = 3.0 if "decoder" in name else 1.0
-            deviation = scale * weight[0].numel() ** -0.5
-            weight.copy_(torch.randn(weight.shape, generator=draw) * deviation)
-    save_model(tmp_path / "model", loaded.model, loaded.tokenizer, loaded.prompt)
-    noise = np.random.default_rng(0).standard_normal((8, 12_000)).astype(np.float32)
-    noise *= 0.1 * np.linspace(0, 1, 12_000, dtype=np.float32) ** np.arange(8)[:, None]
-    files = [tmp_path / f"{number}.wav" for number in range(8)]
-    for file, sound in zip(files, noise, strict=True):
-        soundfile.write(file, sound, 16_000, subtype="FLOAT")
-    command = ("transcribe", "--run", tmp_path / "model", "--method", "attention")
-    done = effasr(*command, *files)
-    assert done.code == 0, done.err
-    ours = [line.split("\t")[1] for line in done.out.splitlines()]
-    assert len(set(ours)) > 3, ours
-    assert sum(len(set(text)) > 2 for text in ours) > 2, ours
-
-    assert effasr("export", tmp_path / "model", tmp_path / "hf").code == 0
-    model = transformers.CanaryForConditionalGeneration.from_pretrained(tmp_path / "hf").eval()
-    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path / "hf")
-    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
-    prompt = loaded.tokenizer.prompt(loaded.prompt)
-    theirs = []
-    for sound in noise:
-        inputs = extractor(sound, sampling_rate=16_000, return_tensors="pt")
-        frames = loaded.model.config.features.encoder_frames(len(sound))
-        tokens = model.generate(
-            **inputs,
-            decoder_input_ids=torch.tensor([prompt]),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=min(DecodingConfig().max_tokens(frames), 64 - len(prompt)),
-        )
-        spoken = tokens[0, len(prompt) :].tolist()
-        # transformers is told of the classes that are no tokens.
-        assert max(spoken) < loaded.tokenizer.vocab_size < CLASSES
-        theirs.append(tokenizer.decode(spoken, skip_special_tokens=True).strip())
-    assert ours == theirs

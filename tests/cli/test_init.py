@@ -172,19 +172,3 @@ def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, manifest, 
         done = effasr("init", german, *provided, "--output", tmp_path / "new.yaml", "--no-timing")
         assert "`TRAIN` must have texts in languages of the tokenizer (en" in done.error
     assert not (tmp_path / "new.yaml").exists()
-
-
-def test_bad_input_is_refused_before_the_work(effasr, workplace, tmp_path):
-    train, used = workplace.folder / "train", tmp_path / "taken.yaml"
-    used.write_text("")
-    assert "must be a new file" in effasr("init", train, "--output", used).error
-    assert "must be a new file" in effasr("init", train, "--output", tmp_path / "x.json").error
-    both = "--init-from", workplace.run, "--tokenizer", workplace.folder / "tokenizer"
-    free = "--output", tmp_path / "new.yaml"
-    assert "must be left out with --init-from" in effasr("init", train, *both, *free).error
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    assert "no utterances to write a recipe for" in effasr("init", empty, *free).error
-    assert "no utterances to validate on" in effasr("init", train, "--dev", empty, *free).error
-    assert effasr("init", tmp_path / "gone.jsonl", *free).code == 2
-    assert not (tmp_path / "new.yaml").exists()

@@ -45,30 +45,6 @@ def test_a_copy_has_any_name_that_a_file_has(effasr, tmp_path, name):
     assert config.load(TrainConfig, file).name == name
 
 
-def test_a_copy_overwrites_nothing(effasr, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert effasr("recipes", "copy", "small").code == 0
-    (tmp_path / "small.yaml").write_text("mine")
-    assert "must be a new file" in effasr("recipes", "copy", "small").error
-    assert (tmp_path / "small.yaml").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("show",), "`RECIPE` must be one of canary_180m_flash, "),
-        (("copy", "smal"), "but is 'smal'"),
-        (("list", "small"), "must have no further arguments"),
-        (("show", "small", "mine.yaml"), "must have no further arguments"),
-        (("copy", "small", "mine.txt"), "that ends in .yaml"),
-    ],
-)
-def test_wrong_arguments_of_recipes(effasr, arguments, message):
-    done = effasr("recipes", *arguments)
-    assert done.code == 2
-    assert message in done.error
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("words", "found"),

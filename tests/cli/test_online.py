@@ -85,22 +85,6 @@ def test_the_latency_is_kept(effasr, run, noise_piped, sharp, monkeypatch, laten
     assert all(("words" in row) == ("--words" in latency) for row in expected)
 
 
-def test_a_beam_lists_alternatives_and_confidences(effasr, run, noise_piped, sharp):
-    options = ("--json", "--confidence", "--beam", "4", "--nbest", "3", "--method", "ctc")
-    done = effasr("transcribe", "--run", run, "--stream", "--encoding", "f32le", *options)
-    assert (done.code, done.err) == (0, "")
-    rows = [json.loads(line) for line in done.out.splitlines()]
-    assert rows
-    for row in rows:
-        assert 1 < len(row["alternatives"]) <= 3
-        assert row["alternatives"][0]["text"] == row["text"]
-        scores = [item["score"] for item in row["alternatives"]]
-        assert scores == sorted(scores, reverse=True)
-        words = row["word_confidences"]
-        assert [item["word"] for item in words] == row["text"].split()
-        assert all(0 <= item["confidence"] <= 1 for item in words)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

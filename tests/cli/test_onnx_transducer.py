@@ -22,10 +22,8 @@ from effasr.decoding.decode import decode
 from effasr.interop.onnx.description import describe
 from effasr.interop.onnx.export import check_transducer, write_transducer
 from effasr.interop.onnx.plain_model import PaddedEncoder
-from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
+from tests.support.recognition import TRANSDUCER_GAINS, make_model
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -143,26 +141,19 @@ def tokenizer(workplace):
 @pytest.fixture(scope="module")
 def encoder(tokenizer):
     """A transducer alone, on rotary positions, whose parts but the head are those of all models."""
-    return make_model("lstm", tokenizer)
+    return transducer("lstm", tokenizer)
 
 
-def make_model(kind, tokenizer, encoder=None):
-    sizes = {"width": 32, "layers": 1, "heads": 2, "feed_forward": 32, "subsampling_channels": 4}
-    config = ModelConfig(
-        features=FEATURES,
-        encoder=FastConformerConfig(**sizes, subsampling_norm=True, position="rotary"),
-        decoder=None,
-        transducer=KINDS[kind],
-    )
+def transducer(kind, tokenizer, encoder=None):
     seed, bias = DRAWN[kind]
-    torch.manual_seed(seed)
-    model = ASRModel(config, tokenizer.vocab_size).eval()
+    # Attention that looks.
+    gains = {"encoder.layers.0.self_attn.qkv_proj.weight": 4.0, **TRANSDUCER_GAINS}
+    sizes = {"position": "rotary"}
+    model = make_model(
+        tokenizer.vocab_size, seed=seed, encoder=sizes, transducer=KINDS[kind], gains=gains
+    )
     head = model.transducer
     with torch.no_grad():
-        model.encoder.layers[0].self_attn.qkv_proj.weight.mul_(4.0)  # attention that looks
-        head.encoder_projection.weight.mul_(2.0)
-        head.predictor_projection.weight.mul_(4.0)
-        head.output.weight.mul_(4.0)
         head.output.bias[tokenizer.vocab_size] = bias
     if encoder is not None:
         model.encoder.load_state_dict(encoder.encoder.state_dict())
@@ -193,7 +184,7 @@ def case(request, encoder, tokenizer, exported, tmp_path_factory):
     """A model, and the folder of its graphs; that of the encoder is the same for all."""
     if request.param == "lstm":
         return encoder, exported
-    model = make_model(request.param, tokenizer, encoder)
+    model = transducer(request.param, tokenizer, encoder)
     folder = tmp_path_factory.mktemp("onnx")
     shutil.copy(exported / "encoder.onnx", folder)
     write_transducer(model.transducer, folder)

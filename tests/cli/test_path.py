@@ -4,9 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 import torch
 
 from effasr.checkpoint import load_model, resolve
@@ -135,23 +133,6 @@ def test_lines_without_a_language_are_in_that_of_the_model(effasr, workplace, mo
     assert effasr("evaluate", "--run", model, "--manifest", unmarked, "--language", "en").code == 0
 
 
-def test_transcribe_takes_any_rate_channels_and_length(effasr, workplace, tmp_path):
-    seconds = np.arange(45 * 8_000) / 8_000
-    audio = 0.1 * np.sin(2 * np.pi * 700 * seconds)
-    soundfile.write(tmp_path / "long.flac", np.stack([audio, audio], axis=1), 8_000)
-    files = (workplace.wav, tmp_path / "long.flac")
-    done = effasr("transcribe", "--run", workplace.run, *files)
-    assert done.code == 0
-    assert [line.split("\t")[0] for line in done.out.splitlines()] == [str(file) for file in files]
-    assert done.err.endswith("\n")
-    assert "RTFx" in done.err
-    told = effasr("transcribe", "--run", workplace.run, "--json", *files)
-    rows = [json.loads(line) for line in told.out.splitlines()]
-    assert [row["duration"] for row in rows][1] == 45
-    assert len(rows[1]["segments"]) == 2
-    assert done.out == "".join(f"{row['id']}\t{row['text']}\n" for row in rows)
-
-
 @pytest.mark.parametrize("method", ["attention", "ctc"])
 def test_the_prompt_is_the_models_unless_told_otherwise(effasr, workplace, monkeypatch, method):
     requested = Counter()
@@ -169,11 +150,3 @@ def test_the_prompt_is_the_models_unless_told_otherwise(effasr, workplace, monke
     requested.clear()
     assert effasr(*command, "--punctuation").code == 0
     assert set(requested) == {True}
-
-
-@pytest.mark.parametrize("name", ["model", "run"])
-def test_export_spares_models_of_ours(effasr, workplace, model, name):
-    """Both kinds call their weights model.safetensors."""
-    out = {"model": model, "run": workplace.run}[name]
-    assert "would be overwritten" in effasr("export", model, out).error
-    assert weights(model)

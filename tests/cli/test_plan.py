@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -170,29 +168,6 @@ def test_manifests_of_text_alone_are_left_out(effasr, workplace, tmp_path):
     assert (made["utterances"], made["micro_batches"]) == (24, 1)
 
 
-def test_a_recipe_of_text_alone_is_refused(effasr):
-    done = effasr("plan", "--recipe", "corrector")
-    assert done.code == 2
-    assert "batches of text alone are not planned" in done.error
-
-
-@pytest.mark.parametrize(
-    ("strategy", "option", "value"),
-    [
-        ("packed", "--batch-size", 8),
-        ("packed", "--buckets", 4),
-        ("random", "--epoch-end", "exact"),
-        ("sync_bucketed_2d", "--batch-size", 8),
-    ],
-)
-def test_options_of_other_strategies_are_refused(effasr, corpus, strategy, option, value):
-    provided = ("plan", "--manifest", corpus, "--world-size", 1, option, value)
-    failed = effasr(*provided, "--strategy", strategy)
-    assert failed.code == 2
-    assert f"`{option}` must be left out for strategy {strategy}" in failed.error
-    assert effasr(*provided, "--strategy", "all").code == 0
-
-
 def test_shares_of_sources_are_planned_as_they_are_trained_on(
     effasr, workplace, corpus_rows, tmp_path
 ):
@@ -252,49 +227,6 @@ def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path):
     assert cells == ["bucketed", *[""] * 10, str(made["bucketed"]["steps"]), "25"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "no utterance can be planned (0 dropped)"),
-        (['{"duration": 50, "num_tokens": 1}'], "no utterance can be planned (1 dropped; the f"),
-        (['{"duration": 1, "num_tokens": 1}', "oops"], "m.jsonl:2: not valid JSON"),
-    ],
-)
-def test_a_bad_manifest(effasr, tmp_path, lines, message):
-    path = tmp_path / "m.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
-    failed = effasr("plan", "--manifest", path)
-    assert failed.code == 2
-    assert message in failed.error
-    assert failed.out == ""
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "`--manifest` must name a manifest or a list, but is not given"),
-        (("--manifest", "gone"), "gone: there is no such file or folder"),
-        (("--strategy", "best"), "argument --strategy: invalid choice: 'best'"),
-        (("--world-size", "0"), "argument --world-size: must be an integer from 1 on, but is '0'"),
-        (("--epochs", "-1"), "argument --epochs: must be an integer from 1 on"),
-        (("--frame-budget", "9" * 99), "argument --frame-budget: must be an integer from 1 on"),
-        (("--seed", "²"), "argument --seed: must be an integer from 0 on"),
-        (("--max-duration", "nan"), "argument --max-duration: must be seconds above 0"),
-        (("--max-duration", "-1"), "argument --max-duration: must be seconds above 0"),
-        (("--recipe", "nope"), "`recipe` must be a YAML file or a recipe's name"),
-        (("--tokenizer", "gone"), "effasr tokenizer"),
-        (("--picture", "p.png"), "`--picture` must be a file that ends in .svg, but is 'p.png'"),
-        (("--picture", "gone/p.svg"), "`--picture` must be in a folder that exists"),
-        (("--dropped", "d.txt"), "`--dropped` must be a file that ends in .jsonl"),
-    ],
-)
-def test_bad_options(effasr, corpus, options, message):
-    provided = ("--manifest", corpus) if options and "--manifest" not in options else ()
-    failed = effasr("plan", *provided, *options)
-    assert failed.code == 2
-    assert message in failed.error
-
-
 def test_ranks_that_cannot_share_a_step(effasr, corpus):
     """Packed goes on, with empty micro-batches that count as padding; lhotse's samplers cannot."""
     arguments = ("--manifest", corpus, "--micro-batches", 3, "--world-size", 2)
@@ -307,11 +239,3 @@ def test_ranks_that_cannot_share_a_step(effasr, corpus):
 
 def test_choices_are_the_strategies_that_there_are():
     assert set(_STRATEGIES) == {*STRATEGIES, "all"}
-
-
-@pytest.mark.extended
-def test_as_a_module(corpus):
-    command = [sys.executable, "-m", "effasr.cli", "plan", "--manifest", str(corpus), "--json"]
-    done = subprocess.run(command, capture_output=True, check=True, text=True)
-    assert json.loads(done.stdout)["strategy"] == "packed"
-    assert done.stderr == ""

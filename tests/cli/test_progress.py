@@ -1,15 +1,12 @@
 """What a terminal shows of a long command."""
 
-import io
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from effasr.cli import options, progress
-from effasr.training.run_dir.progress import ProgressDisplay
 from tests.cli.conftest import Terminal
 
 
@@ -96,29 +93,3 @@ def test_errors_pass_through(monkeypatch):
     terminal_of(monkeypatch)
     with pytest.raises(ValueError, match="wrong"), progress.working("reading"):
         raise ValueError("wrong")
-
-
-def test_nothing_is_shown_without_a_terminal(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
-    with progress.working("reading"), progress.progress_counter("files") as show:
-        show(1, 2)
-        time.sleep(0.05)
-    assert stream.getvalue() == ""
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_steps_and_time_left_of_a_training_are_whole(width):
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    with ProgressDisplay(2200, 1100, 1, console) as display:
-        display.metrics(
-            {"step": 1200, "loss": 4.2556, "audio_seconds": 25.6, "step_s": 0.5}
-            | {"padding_frames": 0.033, "data_wait_s": 0.07, "peak_memory_bytes": 3e9}
-        )
-    visible = stream.getvalue().splitlines()
-    assert any("1200/2200" in line for line in visible)
-    assert any("4.2556" in line for line in visible)
-    assert any("0:0" in line or "-:--:--" in line for line in visible)
-    assert "…" not in stream.getvalue()

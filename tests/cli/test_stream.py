@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import soundfile
 
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.results import Segment, Transcription
@@ -138,42 +137,6 @@ def test_where_nobody_speaks_there_is_an_empty_file(effasr, workplace, piped, st
     assert (done.code, done.out) == (0, "WEBVTT\n\n" if style == "vtt" else "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--stream", "x.wav"), "`--stream` must have no other input than standard input"),
-        (("--stream", "--output", "out"), "`--stream` must write to standard output"),
-        (("x.wav", "--latency", "3"), "`--latency` must be left out without `--stream`"),
-        (
-            ("--stream", "--latency", "0.1"),
-            "`--latency` must be at least 1 s with a model that",
-        ),
-        (("--stream", "--sample-rate", "10"), "`sample_rate` must be from 1000"),
-        (("x.wav", "--gap", "0.01"), "`gap_seconds` must be at least 0.1, but is 0.01"),
-    ],
-)
-def test_refusals(effasr, workplace, piped, arguments, message):
-    piped(pcm(said()))
-    failed = effasr("transcribe", "--run", workplace.run, *arguments)
-    assert (failed.code, failed.out) == (2, "")
-    assert message in failed.error
-
-
-def test_a_file_in_place_of_raw_samples(effasr, workplace, piped):
-    wav = io.BytesIO()
-    soundfile.write(wav, said(), RATE, format="WAV")
-    piped(wav.getvalue())
-    failed = effasr("transcribe", "--run", workplace.run, "--stream")
-    assert failed.code in (1, 2)
-    assert "must be raw samples, but begins with the header of a file" in failed.error
-
-
-def test_the_model_itself_is_asked(effasr, workplace, piped):
-    piped(pcm(said()))
-    done = effasr("transcribe", "--run", workplace.run, "--stream", "--words", "--method", "ctc")
-    assert (done.code, done.err) == (0, "")
-
-
 def test_what_has_no_times_is_counted(effasr, workplace):
     command = ("transcribe", "--run", workplace.run, workplace.wav)
     for arguments in (("--words",), ("--words", "--method", "ctc"), ()):
@@ -181,10 +144,3 @@ def test_what_has_no_times_is_counted(effasr, workplace):
         segments = json.loads(done.out)["segments"]
         missing = sum(segment.get("words", ()) is None for segment in segments)
         assert (f"{missing} of 1 segments have no word timestamps" in done.err) == (missing > 0)
-
-
-def test_ctm_without_times_says_so(effasr, workplace, two_words):
-    done = effasr("transcribe", "--run", workplace.run, workplace.wav, "--format", "ctm")
-    assert len(done.out.splitlines()) == 2
-    note = "1 of 1 segments have no word timestamps; their words divide the time evenly"
-    assert note in done.err

@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,21 +12,17 @@ from torch import nn
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
-from effasr.data.features.config import FeatureConfig
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
+from tests.support.recognition import TRANSDUCER_GAINS, make_model
 
 SECONDS = (0.3, 2.1, 0.7, 3.3, 1.2, 0.08, 2.6)
 SHAPE = StaticShape(frame_budget=400, token_budget=80, max_sequences=11)
@@ -94,70 +93,64 @@ def without_caches(
     return Decoded(tuple(said), truncated=True)
 
 
+EOS = 2
+PROMPTS = [[0], [1, 3], [3], [0, 0, 1], [2], [1], [3]]
+LIMITS = [4, 4, 3, 1, 4, 4, 2]
+FRAMES = (6, 3, 7, 4, 5, 2, 0)
+"""Of utterances for `tiny_asr`, so short that all their transcripts can be scored."""
+
+
+def all_texts(limit: int) -> list[tuple[int, ...]]:
+    return [text for n in range(limit + 1) for text in product((0, 1, 3), repeat=n)]
+
+
 @torch.no_grad()
-def decoder_log_probs(
-    model: ASRModel,
-    rows: torch.Tensor,
-    prompt: Sequence[int],
-    texts: Sequence[tuple[int, ...]],
-    eos_id: int,
-    classes: int,
-) -> dict[tuple[int, ...], float]:
-    """Log-probabilities of transcripts and their ends, by the decoder without caches."""
-    scores = {}
-    for begin in range(0, len(texts), 400):
-        some = texts[begin : begin + 400]
-        tokens = pack([torch.tensor([*prompt, *text]) for text in some])
-        hidden, _ = model.decode(tokens, pack([rows] * len(some)))
-        steps = model.logits(hidden)[:, :classes].double().log_softmax(-1)
-        for of_text, text in zip(PackedSequence(steps, tokens.layout).unpack(), some, strict=True):
-            index = torch.tensor([*text, eos_id])[:, None]
-            scores[text] = float(of_text[len(prompt) - 1 :].gather(1, index).sum())
-    return scores
+def decoder_steps(
+    model: ASRModel, frames: torch.Tensor, tokens: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities after each token, and its attention: the softmax, written out."""
+    seen = []
+    attention = model.decoder.layers[-1].encoder_attn
+    handle = attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    hidden, _ = model.decode(pack([torch.tensor(tokens)]), pack([frames]))
+    handle.remove()
+    x, _, encoded, _ = seen[0]
+    q = attention.q_proj(x).double().view(len(x), attention.heads, attention.head_dim)
+    k = attention.keys_values(encoded)[0].double()[: len(frames)]
+    scores = torch.einsum("thd,fhd->thf", q[: len(tokens)], k) / attention.head_dim**0.5
+    weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    return model.logits(hidden).double().log_softmax(-1), weights.mean(1)
 
 
-def tiny_asr(layers: int = 1) -> ASRModel:
+def covered_share(weights: torch.Tensor) -> float:
+    """Of the frames that these tokens cover."""
+    return sum(float(frame) > 0.5 for frame in weights.sum(0)) / max(1, weights.shape[1])
+
+
+def tiny_asr() -> ASRModel:
     """Four tokens, of which 2 is the end; attention that is sharp enough to cover frames."""
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=FastConformerConfig(
-            width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4
-        ),
-        decoder=DecoderConfig(width=16, layers=layers, heads=2, feed_forward=16, max_positions=16),
-        ctc=layers == 1,
-    )
-    torch.manual_seed(3)
-    model = ASRModel(config, 4).eval()
+    sizes: dict[str, Any] = {"width": 16, "heads": 2, "feed_forward": 16}
+    decoder = DecoderConfig(**sizes, layers=2, max_positions=16)
+    encoder = {**sizes, "subsampling_norm": False}
+    model = make_model(4, seed=3, encoder=encoder, decoder=decoder, ctc=True)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(2.0)
-        model.decoder.output_bias[2] = 0.5
+        model.decoder.output_bias[EOS] = 0.5
     return model
 
 
 def transducer_model(predictor: str, tokenizer: Tokenizer) -> ASRModel:
     """A hybrid whose transcripts differ by utterance."""
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=FastConformerConfig(
-            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
-            subsampling_norm=True,
-        ),
-        decoder=None,
-        transducer=TransducerConfig(
-            predictor=predictor,  # type: ignore[arg-type]
-            width=24, joint=16, activation="tanh",
-        ),
-        ctc=True,
+    head = TransducerConfig(
+        predictor=predictor,  # type: ignore[arg-type]
+        width=24, joint=16, activation="tanh",
     )  # fmt: skip
-    torch.manual_seed(1)
-    model = ASRModel(config, tokenizer.vocab_size).eval()
+    gains = TRANSDUCER_GAINS
+    model = make_model(tokenizer.vocab_size, seed=1, transducer=head, ctc=True, gains=gains)
     assert model.transducer is not None
     with torch.no_grad():
-        model.transducer.encoder_projection.weight.mul_(2.0)
-        model.transducer.predictor_projection.weight.mul_(4.0)
-        model.transducer.output.weight.mul_(4.0)
         # Between always a label and always the blank.
         model.transducer.output.bias[-1] = {"lstm": 6.5, "stateless": 1.5}[predictor]
     return model
@@ -227,18 +220,18 @@ def make_frames(*lengths: int, seed: int = 0) -> PackedSequence:
     return pack([2 * torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes])
 
 
-def best_of(lists: Sequence[Sequence[Hypothesis]]) -> list[list[int]]:
-    """The transcripts alone."""
+def transducer_texts(
+    head: Transducer, encoded: PackedSequence, beam: int, limits: Sequence[int]
+) -> list[list[int]]:
+    """The best transcripts of a beam search, without their scores."""
+    search = transducer_beam if head.config.durations is None else tdt_beam
+    lists = search(head, encoded, beam, limits)
     return [list(result[0].tokens) if result else [] for result in lists]
 
 
-def best_ctc_beam(*arguments, **options) -> list[list[int]]:
-    return best_of(ctc_beam(*arguments, **options))
-
-
-def best_transducer_beam(*arguments, **options) -> list[list[int]]:
-    return best_of(transducer_beam(*arguments, **options))
-
-
-def best_tdt_beam(*arguments, **options) -> list[list[int]]:
-    return best_of(tdt_beam(*arguments, **options))
+def write_arpa(path: Path, *levels: Sequence[str]) -> Path:
+    """Write n-grams, the lines of each length."""
+    counts = [f"ngram {n}={len(lines)}" for n, lines in enumerate(levels, 1)]
+    parts = [line for n, lines in enumerate(levels, 1) for line in (f"\\{n}-grams:", *lines)]
+    path.write_text("\n".join(["\\data\\", *counts, *parts, "\\end\\", ""]))
+    return path

@@ -1,22 +1,24 @@
-import math
-from itertools import pairwise, product
-
 import pytest
 import torch
 
+from effasr.decoding import attention_beam as searched
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.continuous_batching.engine import attention_greedy
-from effasr.decoding.decoded import Decoded
-from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder
 from effasr.nn.cache.paged import PagedCache
-from effasr_kernels import PackedSequence, pack
-from tests.decoding.cases import batch_of, decode_all, decoder_log_probs, tiny_asr
+from tests.decoding.cases import (
+    EOS,
+    FRAMES,
+    LIMITS,
+    PROMPTS,
+    batch_of,
+    covered_share,
+    decode_all,
+    decoder_steps,
+)
 
-
-def _rank(score: float, said, penalty: float) -> float:
-    return score / ((5 + len(said) + 1) / 6) ** penalty
+OPTIONS = {"beam": 3, "tokens_per_frame": 1.0}
 
 
 @torch.no_grad()
@@ -29,140 +31,6 @@ def test_a_beam_of_one_is_greedy_search(examples, model, tokenizer) -> None:
     assert {result.truncated for result in greedy} == {False, True}
     assert attention_beam(*arguments, beam=1) == greedy
     assert attention_beam(*arguments, beam=1, length_penalty=1.0) == greedy
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("penalty", [0.0, 0.6])
-def test_a_beam_finds_better_transcripts_than_greedy_search(
-    penalty, examples, model, tokenizer
-) -> None:
-    """A beam may lose what greedy search finds, but here it does not."""
-    greedy = decode_all(examples, model, tokenizer, beam=1)
-    matches = {
-        beam: decode_all(examples, model, tokenizer, beam=beam, length_penalty=penalty)
-        for beam in (2, 4, 8)
-    }
-    better = 0
-    for n, example in enumerate(examples):
-        encoded = model.encode(batch_of([example], tokenizer))
-
-        def rank(result: Decoded, encoded=encoded, example=example) -> float:
-            text, classes = result.tokens, (tokenizer.eos_id, tokenizer.vocab_size)
-            scores = decoder_log_probs(model, encoded.values, example.prompt, [text], *classes)
-            return _rank(scores[text], text, penalty)
-
-        base = rank(greedy[n])
-        for results in matches.values():
-            assert rank(results[n]) >= base - 1e-6
-        better += rank(matches[8][n]) > base + 1e-3
-    assert better > 2, "the test needs utterances that a beam improves"
-
-
-EOS = 2
-
-
-@pytest.fixture(scope="module")
-def tiny() -> ASRModel:
-    return tiny_asr()
-
-
-BIGRAMS = {
-    (-1,): (-99.0, -0.2),
-    (0,): (-0.5, -0.3),
-    (1,): (-0.7, 0.0),
-    (3,): (-0.4, -0.1),
-    (EOS,): (-1.4, 0.0),
-    (-1, 3): (-0.1, 0.0),
-    (3, 0): (-0.2, 0.0),
-    (0, EOS): (-0.05, 0.0),
-    (1, 1): (-0.3, 0.0),
-}
-
-
-@pytest.fixture(scope="module")
-def bigrams() -> TokenNgrams:
-    levels = [{gram: BIGRAMS[gram] for gram in BIGRAMS if len(gram) == n} for n in (1, 2)]
-    return TokenNgrams(levels, 4, EOS)
-
-
-def _written(said) -> float:
-    """Log-probability of a transcript and its end by the bigrams."""
-    total = 0.0
-    for before, token in pairwise((-1, *said, EOS)):
-        existing = BIGRAMS.get((before, token))
-        total += BIGRAMS[before,][1] + BIGRAMS[token,][0] if existing is None else existing[0]
-    return total * math.log(10)
-
-
-def _heard(model, frames: torch.Tensor, said) -> float:
-    """Log-probability of a transcript by torch's CTC loss."""
-    steps = model.ctc_logits(frames).double().log_softmax(-1)
-    loss = torch.nn.functional.ctc_loss(
-        steps[:, None],
-        torch.tensor([said], dtype=torch.int64).reshape(1, -1),
-        [len(steps)],
-        [len(said)],
-        blank=4,
-        reduction="none",
-    )
-    return -float(loss)
-
-
-PROMPTS = [[0], [1, 3], [3], [0, 0, 1], [2], [1]]
-LIMITS = [4, 4, 3, 1, 4, 4]
-
-
-@pytest.fixture(scope="module")
-def speech() -> PackedSequence:
-    draw = torch.Generator().manual_seed(0)
-    return pack([3 * torch.randn(length, 16, generator=draw) for length in (6, 3, 7, 4, 5, 2)])
-
-
-@pytest.fixture(scope="module")
-def transcripts(tiny, speech) -> list[dict[tuple[int, ...], tuple[float, float]]]:
-    """Log-probabilities of every transcript of each utterance, by the decoder and by CTC."""
-    result = []
-    with torch.no_grad():
-        for frames, prompt, limit in zip(speech.unpack(), PROMPTS, LIMITS, strict=True):
-            lengths = range(limit + 1)
-            each_item = [
-                message for length in lengths for message in product((0, 1, 3), repeat=length)
-            ]
-            spoken = decoder_log_probs(tiny, frames, prompt, each_item, EOS, 4)
-            result.append(
-                {message: (spoken[message], _heard(tiny, frames, message)) for message in each_item}
-            )
-    return result
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("lm_weight", [0.0, 0.7])
-@pytest.mark.parametrize("ctc_weight", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.5])
-def test_a_wide_beam_finds_the_best_of_all_transcripts(
-    tiny, bigrams, speech, transcripts, penalty, ctc_weight, lm_weight
-) -> None:
-    matches = attention_beam(
-        tiny,
-        speech,
-        PROMPTS,
-        LIMITS,
-        EOS,
-        beam=150,
-        length_penalty=penalty,
-        ctc_weight=ctc_weight,
-        lm=bigrams if lm_weight else None,
-        lm_weight=lm_weight,
-    )
-    for result, each_item, limit in zip(matches, transcripts, LIMITS, strict=True):
-        ranks = {}
-        for message, (spoken, received) in each_item.items():
-            # A text longer than the frames is impossible to CTC, whose weight may be 0.
-            score = (1 - ctc_weight) * spoken + (ctc_weight * received if ctc_weight else 0.0)
-            ranks[message] = _rank(score + lm_weight * _written(message), message, penalty)
-        assert ranks[result.tokens] == pytest.approx(max(ranks.values()), rel=1e-5)
-        assert result.truncated == (len(result.tokens) == limit)
-    assert len({len(result.tokens) for result in matches}) > 1, "the test needs various lengths"
 
 
 def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeypatch) -> None:
@@ -201,3 +69,89 @@ def test_pages_change_nothing(options, examples, model, tokenizer, monkeypatch) 
 def test_joint_scores_with_a_beam_of_one(examples, model, tokenizer) -> None:
     joint = decode_all(examples, model, tokenizer, beam=1, ctc_weight=0.5)
     assert joint != decode_all(examples, model, tokenizer, beam=1)
+
+
+CACHES = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+
+
+@pytest.fixture
+def caches(paged, monkeypatch) -> None:
+    new_state = Decoder.new_state
+    monkeypatch.setattr(
+        Decoder, "new_state", lambda *a, **b: new_state(*a, **{**b, "paged": paged})
+    )
+
+
+@torch.no_grad()
+@CACHES
+def test_watched_attention_is_that_of_a_decoder_without_caches(paged, caches, tiny, speech) -> None:
+    state = tiny.start_decoding(speech, 8)
+    assert isinstance(state.cross_cache, PagedCache) == paged
+    tokens = [[prompt[0]] for prompt in PROMPTS]
+    tiny.decode_step(torch.tensor(tokens)[:, 0], state)
+    assert state.weights is None
+    state.widen(2)
+    state.watch()
+    tokens = [list(row) for row in tokens for _ in range(2)]
+    selected = list(range(len(FRAMES)))
+    draw = torch.Generator().manual_seed(1)
+    for step in range(4):
+        new = torch.randint(0, 4, (len(tokens),), generator=draw)
+        tokens = [[*row, token] for row, token in zip(tokens, new.tolist(), strict=True)]
+        tiny.decode_step(new, state)
+        for row, read in enumerate(tokens):
+            frames = speech.unpack()[selected[row // 2]]
+            weights = state.weights[row]
+            if len(frames):
+                expected = decoder_steps(tiny, frames, read)[1][-1]
+                torch.testing.assert_close(weights[: len(frames)], expected, rtol=0, atol=1e-5)
+            assert not weights[len(frames) :].any()
+        parents = torch.randint(0, 2, (len(tokens),), generator=draw)
+        parents += torch.arange(len(tokens)) // 2 * 2
+        state.reorder(parents)
+        tokens = [tokens[parent] for parent in parents.tolist()]
+        if step == 1:
+            going = [0, 2, 4, 6]
+            state.keep(going)
+            selected = [selected[index] for index in going]
+            tokens = [tokens[2 * index + k] for index in going for k in range(2)]
+
+
+@torch.no_grad()
+@CACHES
+def test_each_hypothesis_covers_what_its_tokens_attend_to(
+    paged, caches, tiny, speech, monkeypatch
+) -> None:
+    searches, recorded = [], searched._recorded
+    monkeypatch.setattr(searched, "_recorded", lambda *a: searches.append(a[0]) or recorded(*a))
+    attention_beam(tiny, speech, PROMPTS, LIMITS, EOS, beam=3, coverage_penalty=2.0)
+    checked, shares = 0, set()
+    for search in searches:
+        for n, name in enumerate(search.names.tolist()):
+            for k in range(3):
+                if search.scores[n, k] == -torch.inf or search.counts[n] == 0:
+                    continue
+                message = [label for label in search.labels[n, k].tolist() if label >= 0]
+                prompt = PROMPTS[name]
+                # The last label is what the last row of attention was for; it is not read yet.
+                _, weights = decoder_steps(tiny, speech.unpack()[name], [*prompt, *message[:-1]])
+                share = covered_share(weights[len(prompt) - 1 :])
+                assert float(search.coverage.shares()[n, k]) == pytest.approx(share)
+                checked += 1
+                shares.add(share)
+    assert checked > 30
+    assert len(shares) > 5, "the test needs hypotheses that cover more and less"
+    assert len({len(search.names) for search in searches}) > 1, "the test needs some that leave"
+
+
+def test_without_weight_nothing_is_computed(examples, model, tokenizer, monkeypatch) -> None:
+    expected = decode_all(examples, model, tokenizer, **OPTIONS)
+
+    def fail(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("effasr.nn.attention.CrossAttention.weights", fail)
+    again = decode_all(examples, model, tokenizer, **OPTIONS, coverage_penalty=0.0)
+    assert again == expected
+    with pytest.raises(AssertionError):
+        decode_all(examples, model, tokenizer, **OPTIONS, coverage_penalty=0.1)

@@ -38,14 +38,8 @@ def test_scores_are_sums_of_transformers_log_probabilities(folder) -> None:
         expected = sum(float(steps[n, ids[0, n + 1]]) for n in places)
         assert value == pytest.approx(expected, abs=1e-4)
         assert (value < 0) == bool(own)
-
-
-def test_texts_do_not_depend_on_each_other(folder) -> None:
-    scorer, small = CausalScorer(folder), CausalScorer(folder, row_budget=12)
-    together = scorer.log_probs(TEXTS)
-    assert [scorer.log_probs([text])[0] for text in TEXTS] == pytest.approx(together, abs=1e-5)
-    assert scorer.log_probs(TEXTS[::-1])[::-1] == pytest.approx(together, abs=1e-5)
-    assert small.log_probs(TEXTS) == pytest.approx(together, abs=1e-5)
+    few = CausalScorer(folder, row_budget=12).log_probs(TEXTS[::-1])[::-1]
+    assert few == pytest.approx(result, abs=1e-5)
     assert scorer.log_probs([]) == []
 
 

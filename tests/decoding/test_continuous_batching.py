@@ -104,11 +104,6 @@ MIXED = [
 ]
 
 
-def test_both_ways_out_are_tested(model, tokenizer) -> None:
-    results = [alone(model, item, tokenizer.eos_id) for item in MIXED]
-    assert {result.truncated for result in results} == {False, True}
-
-
 @EVERY_KIND
 def test_finished_utterances_leave_and_others_enter(kind, model, tokenizer) -> None:
     engine = Engine(model, tokenizer.eos_id, slots=4, max_frames=50, **KINDS[kind])
@@ -167,11 +162,12 @@ def test_prompts_of_one_token_are_not_read_before_the_first_step(
 def test_an_engine_can_be_used_again(kind, model, tokenizer) -> None:
     engine = Engine(model, tokenizer.eos_id, slots=3, max_frames=50, **KINDS[kind])
     assert list(engine.results()) == []
+    expected = [alone(model, item, tokenizer.eos_id) for item in MIXED]
+    assert {result.truncated for result in expected} == {False, True}
     for _ in range(2):
         _submit(engine, MIXED)
         result = dict(engine.results())
-        for name, item in enumerate(MIXED):
-            assert result[name] == alone(model, item, tokenizer.eos_id)
+        assert [result[name] for name in range(len(MIXED))] == expected
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the order of sums is MKL's")
@@ -266,9 +262,6 @@ def test_what_fits_into_no_slot_is_refused(said, match, model, tokenizer) -> Non
     engine = Engine(model, tokenizer.eos_id, slots=2, max_frames=50)
     with pytest.raises(ValueError, match=match):
         _submit(engine, [said])
-
-
-def test_there_is_a_slot(model, tokenizer) -> None:
     with pytest.raises(ValueError, match="`slots` must be at least 1, but is 0"):
         Engine(model, tokenizer.eos_id, slots=0, max_frames=50)
 

@@ -5,14 +5,12 @@ import pytest
 import torch
 
 from effasr.data.collate import Example, collate
-from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.transcribe import Waveform, transcribe
+from tests.support.recognition import make_model
 
 RATE = 16_000
 TEXTS = ("one two three", "four", "five six", "seven eight nine one two")
@@ -32,22 +30,12 @@ def waveforms() -> list[Waveform]:
 
 @pytest.fixture(scope="module")
 def learnt(tokenizer, waveforms) -> ASRModel:
-    torch.manual_seed(0)
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16, normalize=False),
-        encoder=FastConformerConfig(
-            width=32,
-            layers=1,
-            heads=2,
-            feed_forward=64,
-            subsampling_channels=8,
-            subsampling_norm=True,
-            conv_norm="layer_norm",
-        ),
-        decoder=DecoderConfig(width=32, layers=1, heads=2, feed_forward=64, max_positions=64),
-        ctc=True,
-    )
-    model = ASRModel(config, tokenizer.vocab_size)
+    decoder = DecoderConfig(width=32, layers=1, heads=2, feed_forward=64, max_positions=64)
+    encoder = {"feed_forward": 64, "subsampling_channels": 8, "conv_norm": "layer_norm"}
+    features = {"normalize": False}
+    model = make_model(
+        tokenizer.vocab_size, features=features, encoder=encoder, decoder=decoder, ctc=True
+    ).train()
     prompt = tokenizer.prompt(Prompt())
     examples = [
         Example(w.id, w.samples, prompt, tokenizer.encode(w.id, "en"), monotonic=True)

@@ -4,7 +4,7 @@ import pytest
 
 from effasr.decoding.decoded import log_probs_of_texts
 from effasr.decoding.lm.ngram import load_ngrams
-from tests.decoding.cases import decode_all
+from tests.decoding.cases import decode_all, write_arpa
 
 WEIGHT = 0.4
 WORDS = ["one", "two", "three", "four", "five", "six"]
@@ -18,24 +18,18 @@ def arpa(tokenizer, tmp_path_factory):
     double = [f"-0.{1 + n % 8}\t{n} {(7 * n) % size}" for n in range(size)]
     double = [line for line in double if str(tokenizer.eos_id) not in line.split()]
     double += ["-0.3\t<s> 9", "-0.2\t11 </s>"]
-    lines = ["\\data\\", f"ngram 1={len(single) + 2}", f"ngram 2={len(double)}", "\\1-grams:"]
-    lines += ["-99\t<s>\t-0.6", "-1.1\t</s>", *single, "\\2-grams:", *double, "\\end\\"]
-    path = tmp_path_factory.mktemp("lm") / "lm.arpa"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    single += ["-99\t<s>\t-0.6", "-1.1\t</s>"]
+    return write_arpa(tmp_path_factory.mktemp("lm") / "lm.arpa", single, double)
 
 
 @pytest.fixture(scope="module")
 def words_arpa(tmp_path_factory):
     """Words of the tokenizer's texts, and what follows them."""
-    lines = ["\\data\\", f"ngram 1={len(WORDS) + 3}", f"ngram 2={len(WORDS)}", "\\1-grams:"]
-    lines += ["-2.5\t<unk>", "-99\t<s>\t-0.6", "-1.1\t</s>"]
-    lines += [f"-{n}.25\t{word}\t-0.{n}" for n, word in enumerate(WORDS)]
+    single = ["-2.5\t<unk>", "-99\t<s>\t-0.6", "-1.1\t</s>"]
+    single += [f"-{n}.25\t{word}\t-0.{n}" for n, word in enumerate(WORDS)]
     pairs = zip(["<s>", *WORDS], [*WORDS[1:], "</s>"], strict=False)
-    lines += ["\\2-grams:", *(f"-0.3\t{a} {b}" for a, b in pairs), "\\end\\"]
-    path = tmp_path_factory.mktemp("words") / "lm.arpa"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    double = [f"-0.3\t{a} {b}" for a, b in pairs]
+    return write_arpa(tmp_path_factory.mktemp("words") / "lm.arpa", single, double)
 
 
 @pytest.mark.parametrize(("share", "unit"), [(0.0, "token"), (0.3, "token"), (0.3, "word")])

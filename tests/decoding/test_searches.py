@@ -5,9 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.decoded import Decoded
 from effasr.model.asr import ASRModel
-from tests.decoding.cases import assert_independent_of_batch, batch_of, decode_all, transducer_model
+from effasr_kernels import pack
+from tests.decoding.cases import (
+    GIVEN,
+    assert_independent_of_batch,
+    batch_of,
+    decode_all,
+    transducer_model,
+)
 
 SEARCHES: dict[str, tuple[str, dict]] = {
     "attention": ("model", {}),
@@ -69,29 +77,42 @@ def test_half_precision(name, models, examples, tokenizer) -> None:
     assert any(result.tokens for result in results)
 
 
-@pytest.mark.parametrize("beam", [1, 3])
-@pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
-@torch.no_grad()
-def test_prompts_may_differ_in_length(ctc_weight, beam, examples, model, tokenizer) -> None:
-    from effasr.decoding.attention_beam import attention_beam
-    from effasr.decoding.continuous_batching.engine import attention_greedy
-
-    def search(encoded, prompts, limits):
-        if beam == 1 and not ctc_weight:
-            return attention_greedy(model, encoded, prompts, limits, tokenizer.eos_id)
-        options = {"beam": beam, "ctc_weight": ctc_weight}
-        return attention_beam(model, encoded, prompts, limits, tokenizer.eos_id, **options)
-
-    prompts, limits = [[2], examples[1].prompt, [2, 7, 3, 7, 5, 9, 9, 9]], [20, 12, 16]
-    together = search(model.encode(batch_of(examples[:3], tokenizer)), prompts, limits)
-    for n, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        encoded = model.encode(batch_of([examples[n]], tokenizer))
-        assert search(encoded, [prompt], [limit]) == [together[n]]
-
-
 def test_results_keep_no_graph(examples, model, tokenizer) -> None:
     seen = []
     hook = model.encoder.register_forward_hook(lambda _, __, out: seen.append(out))
     decode_all(examples[:1], model, tokenizer)
     hook.remove()
     assert not seen[0].values.requires_grad
+
+
+def test_some_texts_end_and_some_are_stopped(examples, model, tokenizer) -> None:
+    """Both ways out of the loop are needed for the other tests to mean anything."""
+    results = decode_all(examples, model, tokenizer)
+    assert {result.truncated for result in results} == {False, True}
+    assert all(tokenizer.eos_id not in result.tokens for result in results)
+
+
+def test_a_text_has_at_most_as_many_tokens_as_its_frames_allow(examples, model, tokenizer) -> None:
+    options = {"tokens_per_frame": 0.5, "extra_tokens": 2}
+    batch = batch_of(examples, tokenizer)
+    results = decode_all(examples, model, tokenizer, **options)
+    for result, frames in zip(results, batch.frames.lengths, strict=True):
+        assert len(result.tokens) <= frames // 2 + 2
+        assert not result.truncated or len(result.tokens) == frames // 2 + 2
+
+
+def test_a_text_never_outgrows_the_positions_of_the_decoder(examples, model, tokenizer) -> None:
+    results = decode_all(examples, model, tokenizer, tokens_per_frame=100.0)
+    room = model.config.decoder.max_positions - len(examples[0].prompt)
+    assert max(len(result.tokens) for result in results) == room
+
+
+@pytest.mark.parametrize("rows", [4096, 2])
+def test_ctc_merges_repeats_then_drops_blanks(rows, monkeypatch) -> None:
+    monkeypatch.setattr("effasr.decoding.ctc_greedy._ROWS", rows)
+    blank = 5
+    frames = [[5, 1, 1, 5, 1, 2, 2], [2, 2, 3], [], [5, 5], [4], [4]]
+    likeliest = [torch.nn.functional.one_hot(torch.tensor(f).long(), 6).float() for f in frames]
+    encoded = pack(likeliest, rows=19)
+    expected = [[1, 1, 2], [2, 3], [], [], [4], [4]]
+    assert ctc_greedy(GIVEN, encoded, blank) == expected

@@ -12,7 +12,7 @@ from effasr.decoding.confidence.tokens import likeliest_frames
 from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion, ctc_beam
 from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.lm.ngram import TokenNgrams
-from effasr.decoding.streams import BeamStreams
+from effasr.decoding.streams import BeamStreams, keep_consistent
 from effasr.decoding.tdt_beam import TDTBeamStreams, tdt_beam
 from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
 from effasr.model.transducer import Transducer, TransducerConfig
@@ -111,6 +111,7 @@ def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -
             result = search.finish(slot)
             assert result.read == LENGTHS[first + slot]
             listed = search.commit(slot, len(result.tokens), result.read)
+            assert all(rest[0].score == 0 for rest in (search._complete[slot],) if rest)
             scores = [item.score for item in best]
             assert [item.score for item in listed] == pytest.approx(scores)
             # Hypotheses of nearly the same score may change places, by how products are rounded.
@@ -159,6 +160,18 @@ def test_tokens_that_are_final_stay(kind) -> None:
         result = [item.score - after[0].score for item in after]
         assert result == pytest.approx([item.score - agree[0].score for item in agree], abs=1e-5)
     assert search.transcript(0).tokens == open_.tokens[len(final) :]
+
+
+def test_a_hypothesis_that_says_more_before_the_open_frames_disagrees() -> None:
+    labels = torch.tensor([[[1, 2, -1], [1, 3, 4], [1, 2, 5], [2, 1, -1]]])
+    frames = torch.tensor([[[0, 4, 0], [0, 1, 5], [0, 3, 6], [0, 4, 0]]])
+    agrees, labels, frames, counts = keep_consistent(
+        labels, frames, torch.tensor([[2, 3, 3, 2]]), [1], 3
+    )
+    assert agrees.tolist() == [[True, False, True, False]]
+    assert counts.tolist() == [[1, 0, 2, 0]]
+    assert labels.tolist() == [[[2, -1], [-1, -1], [2, 5], [-1, -1]]]
+    assert frames[0, 2].tolist() == [3, 6]
 
 
 def test_a_symbol_that_lasts_across_segments_is_one_token() -> None:

@@ -1,60 +1,97 @@
-import itertools
+"""Searches of transducers, with and without durations (TDT)."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.decoding.transducer_greedy import TransducerStreams, transducer_greedy
 from effasr.model.transducer import Transducer, TransducerConfig
-from effasr_kernels import pack
-from tests.decoding.cases import best_transducer_beam as transducer_beam
-from tests.decoding.cases import make_frames, make_head
+from effasr_kernels import PackedSequence, pack
+from tests.decoding.cases import make_frames, make_head, transducer_texts
 
 LABELS, JOINT = 6, 7
+DURATIONS = (0, 1, 2, 5)
 KINDS = {
     "lstm": TransducerConfig(predictor="lstm", width=8, layers=2, joint=JOINT),
     "stateless": TransducerConfig(predictor="stateless", width=8, joint=JOINT, activation="tanh"),
     "context 3": TransducerConfig(predictor="stateless", width=8, context=3, joint=JOINT),
+    "lstm tdt": TransducerConfig(predictor="lstm", width=8, joint=JOINT, durations=DURATIONS),
+    "stateless tdt": TransducerConfig(
+        predictor="stateless", width=8, joint=JOINT, durations=DURATIONS
+    ),
 }
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
-def head_of(kind: str, seed: int = 0, *, blank: float = 0.5) -> Transducer:
-    return make_head(KINDS[kind], LABELS, seed, blank=blank)
+def head_of(kind: str, seed: int = 0, *, blank: float = 0.5, stay: float = 0.0) -> Transducer:
+    scale = 1.5 if KINDS[kind].durations is None else 1.0
+    return make_head(KINDS[kind], LABELS, seed, scale=scale, blank=blank, stay=stay)
 
 
 @torch.no_grad()
-def frame_by_frame(head: Transducer, frames: Tensor, max_symbols: int) -> list[int]:
-    """The definition of greedy search, for one utterance, with whole transcripts every time."""
-    message: list[int] = []
-    for frame in head.encoder_projection(frames):
-        for _ in range(max_symbols):
-            labels = pack([torch.tensor(message, dtype=torch.int64)])
-            predicted = head.predictor_projection(head.predictor(labels.values, labels.layout))
-            symbol = int(head.logits(frame, predicted[-1]).argmax())
-            if symbol == LABELS:
-                break
-            message.append(symbol)
-    return message
+def step_by_step(head: Transducer, frames: Tensor, max_symbols: int) -> tuple[list[int], set[str]]:
+    """The definition, for one utterance, with whole transcripts every time; and what occurred."""
+    projected, durations = head.encoder_projection(frames), head.config.durations
+    text: list[int] = []
+    seen = set[str]()
+    at = here = 0
+    while at < len(projected):
+        labels = pack([torch.tensor(text, dtype=torch.int64)])
+        predicted = head.predictor_projection(head.predictor(labels.values, labels.layout))
+        logits = head.logits(projected[at], predicted[-1])
+        symbol = int(logits[: LABELS + 1].argmax())
+        lasts = 0 if durations is None else durations[int(logits[LABELS + 1 :].argmax())]
+        if symbol == LABELS:
+            seen.add(f"blank of {lasts}")
+            lasts = max(lasts, 1)
+        else:
+            text.append(symbol)
+            here += 1
+            seen.add(f"label of {lasts}")
+            if lasts == 0 and here == max_symbols:
+                seen.add("too many labels")
+                lasts = 1
+        at += lasts
+        here = 0 if lasts else here
+        if at > len(projected):
+            seen.add("past the end")
+    return text, seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EVERY_KIND
 @pytest.mark.parametrize("max_symbols", [1, 2, 10])
 @torch.no_grad()
-def test_greedy_is_frame_by_frame(kind, max_symbols) -> None:
-    several = 0
-    for seed in range(4):
-        head = head_of(kind, seed, blank=1.0)
-        encoded = make_frames(5, 0, 1, 12, 3, 0, seed=seed)
+def test_greedy_is_step_by_step(kind, max_symbols) -> None:
+    occurred, durations = set[str](), KINDS[kind].durations
+    for seed in range(6):
+        head = head_of(kind, seed, blank=1.0, stay=1.0)
+        encoded = make_frames(5, 0, 1, 12, 3, 0, *([30] if durations else []), seed=seed)
         result = transducer_greedy(head, encoded, max_symbols)
-        sequences = encoded.unpack()
-        assert result == [frame_by_frame(head, item, max_symbols) for item in sequences]
-        several += sum(
-            len(message) > len(item) for message, item in zip(result, sequences, strict=True)
-        )
-    assert several or max_symbols == 1, "the test needs several labels at one frame"
+        for labels, frames in zip(result, encoded.unpack(), strict=True):
+            expected, seen = step_by_step(head, frames, max_symbols)
+            assert labels == expected
+            occurred |= seen
+    every = {f"{symbol} of {n}" for symbol in ("blank", "label") for n in durations or (0,)}
+    assert occurred >= every | {"too many labels"} | ({"past the end"} if durations else set())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_new_stream_skips_no_frames_for_the_one_before() -> None:
+    head = head_of("lstm tdt", blank=-20.0)
+    head.output.bias[-1] += 100
+    streams, encoded = TransducerStreams(head, 1, 10), make_frames(3).values[None]
+    results = []
+    for _ in range(2):
+        streams.start(0)
+        results.append(streams.step(encoded, [3]))
+    # A label that lasts five frames, so that the next part would begin with its third.
+    assert [emitted.frame for emitted in results[0][0]] == [0]
+    assert results[1] == results[0]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "stateless", "context 3"])
 @pytest.mark.representative(kind="context 3")
 @torch.no_grad()
 def test_a_beam_of_one_is_greedy(kind) -> None:
@@ -63,62 +100,118 @@ def test_a_beam_of_one_is_greedy(kind) -> None:
         head = head_of(kind, seed, blank=2.0)
         encoded = make_frames(5, 0, 1, 12, 3, 0, seed=seed)
         unbounded = transducer_greedy(head, encoded, 100)
-        for message, result in zip(
-            unbounded, transducer_beam(head, encoded, 1, [50] * 6), strict=True
-        ):
-            # A frame may go on for ever.
-            assert result == (message if len(message) < 50 else message[:50])
-            compared.add(tuple(result))
+        result = transducer_texts(head, encoded, 1, [50] * 6)
+        # A frame may go on for ever.
+        assert result == [text[:50] for text in unbounded]
+        compared |= set(map(tuple, result))
     assert len(compared) > 5, "the test needs different texts"
 
 
-def every_text(longest: int) -> list[list[int]]:
-    texts = (itertools.product(range(LABELS), repeat=n) for n in range(longest + 1))
-    return [list(text) for of_one_length in texts for text in of_one_length]
+@torch.no_grad()
+def test_greedy_is_that_of_transformers() -> None:
+    """Where no frame has so many labels that only one of the two stops."""
+    parakeet = pytest.importorskip("transformers.models.parakeet")
+    encoder: dict[str, Any] = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 16, "subsampling_conv_channels": 4, "num_mel_bins": 16,
+    }  # fmt: skip
+    torch.manual_seed(6)
+    config = parakeet.ParakeetTDTConfig(
+        vocab_size=LABELS + 1, blank_token_id=LABELS, decoder_hidden_size=8, pad_token_id=0,
+        num_decoder_layers=2, encoder_config=encoder, durations=[0, 1, 2, 3],
+    )  # fmt: skip
+    theirs = parakeet.ParakeetForTDT(config).eval()
+    theirs.generation_config.decoder_start_token_id = LABELS
+    for parameter in theirs.encoder.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(20)
+    for part in (theirs.encoder_projector, theirs.decoder, theirs.joint):
+        for parameter in part.parameters():
+            parameter.normal_()
+    theirs.decoder.decoder_projector.weight.mul_(3)
+    theirs.joint.head.bias[LABELS] += 2
+    # Among themselves durations stay as likely; its `generate` takes them for symbols otherwise.
+    theirs.joint.head.bias[LABELS + 1 :] -= 100
+    head = Transducer(
+        TransducerConfig(width=8, joint=8, layers=2, durations=(0, 1, 2, 3)), 16, LABELS
+    ).eval()
+    named = {
+        "encoder_projection": theirs.encoder_projector,
+        "predictor.embedding": theirs.decoder.embedding,
+        "predictor.lstm": theirs.decoder.lstm,
+        "predictor_projection": theirs.decoder.decoder_projector,
+        "output": theirs.joint.head,
+    }
+    for name, module in named.items():
+        head.get_submodule(name).load_state_dict(module.state_dict())
+    lengths = [400, 160, 320, 96]
+    features = torch.randn(4, max(lengths), 16)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    encoded = theirs.encoder(features, attention_mask=mask, output_attention_mask=True)
+    frames = encoded.attention_mask.sum(1).tolist()
+    packed = pack([x[:n] for x, n in zip(encoded.last_hidden_state, frames, strict=True)])
+    result = transducer_greedy(head, packed, 100)
+    different, occurred = set(), set()
+    generated = theirs.generate(features, attention_mask=mask, max_new_tokens=500)
+    for labels, row, passed, n in zip(
+        result, generated.sequences.tolist(), generated.durations.tolist(), frames, strict=True
+    ):
+        steps, at = [], 0
+        # Rows that are at their end go on until the last one is.
+        for symbol, lasts in zip(row[1:], passed[1:], strict=True):
+            if at < n:
+                occurred.add((symbol == LABELS, lasts))
+            if at < n and symbol != LABELS:
+                steps.append(symbol)
+            at += lasts
+        assert at >= n, "the test needs searches that end"
+        assert labels == steps
+        different.add(tuple(labels))
+    assert len(different) == 4
+    assert occurred >= {(False, 0), (False, 1), (False, 2), (False, 3), (True, 1), (True, 3)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def likelihood(head: Transducer, encoded: PackedSequence, texts: list[list[int]]) -> float:
+    """By the loss: the sum over all paths."""
+    labels = pack([torch.tensor(text, dtype=torch.int64) for text in texts])
+    return -head(encoded, labels).sum().item()
+
+
+@pytest.mark.parametrize("kind", ["lstm", "lstm tdt"])
 @pytest.mark.representative(kind="lstm")
 @torch.no_grad()
-def test_a_wide_beam_finds_the_likeliest_of_all_texts(kind) -> None:
-    """Whose likelihood is the sum over all paths, as the loss has it."""
-    texts = every_text(2)
-    better = 0
+def test_a_wider_beam_is_likelier_and_any_than_greedy(kind) -> None:
+    totals: dict[str | int, float] = {"greedy": 0.0, 1: 0.0, 2: 0.0, 8: 0.0}
     for seed in range(8):
-        head = head_of(kind, seed, blank=1.0)
-        encoded = make_frames(3, 1, 0, 2, 4, seed=seed)
-        result = transducer_beam(head, encoded, 300, [2] * 5)
-        for item, message, greedy in zip(
-            encoded.unpack(), result, transducer_greedy(head, encoded, 100), strict=True
-        ):
-            if not len(item):
-                assert message == []
-                continue
-            labels = pack([torch.tensor(text, dtype=torch.int64) for text in texts])
-            losses = head(pack([item] * len(texts)), labels)
-            assert message == texts[int(losses.argmin())]
-            better += message != greedy
-    assert better > 2, "the test needs texts that greedy search does not find"
-
-
-@torch.no_grad()
-def test_a_wider_beam_is_likelier() -> None:
-    likelihoods = {beam: 0.0 for beam in (1, 2, 8)}
-    for seed in range(6):
-        head = head_of("lstm", seed, blank=2.0)
+        # Otherwise a frame may go on for ever.
+        head = head_of(kind, seed, blank=2.0, stay=-2.0)
         encoded = make_frames(12, 9, 15, seed=seed)
-        for beam in likelihoods:
-            result = transducer_beam(head, encoded, beam, [40] * 3)
-            labels = pack([torch.tensor(text, dtype=torch.int64) for text in result])
-            likelihoods[beam] -= head(encoded, labels).sum().item()
-    assert likelihoods[1] < likelihoods[2] < likelihoods[8]
+        totals["greedy"] += likelihood(head, encoded, transducer_greedy(head, encoded, 5))
+        for beam in (1, 2, 8):
+            result = transducer_texts(head, encoded, beam, [40] * 3)
+            totals[beam] += likelihood(head, encoded, result)
+    assert totals["greedy"] <= totals[1] < totals[2] < totals[8]
+
+
+@pytest.mark.parametrize("kind", ["stateless", "stateless tdt"])
+@torch.no_grad()
+def test_a_beam_keeps_to_the_limits(kind) -> None:
+    head = head_of(kind, 1, blank=-5.0, stay=4.0)
+    for limits in ([4, 0, 9], [11, 5, 1]):
+        lengths = [len(text) for text in transducer_texts(head, make_frames(5, 7, 2), 3, limits)]
+        assert all(length <= limit for length, limit in zip(lengths, limits, strict=True))
+        # A text of TDT may have to end before, as durations lead past the end.
+        assert lengths == limits or (KINDS[kind].durations and sum(lengths) >= 4)
 
 
 @torch.no_grad()
-def test_a_beam_keeps_to_the_limits() -> None:
-    head = head_of("stateless", 1, blank=-5.0)
-    result = transducer_beam(head, make_frames(5, 7, 2), 3, [4, 0, 9])
-    assert [len(message) for message in result] == [4, 0, 9]
+def test_there_is_a_transcript_though_labels_would_skip_the_end() -> None:
+    config = TransducerConfig(predictor="lstm", width=8, joint=JOINT, durations=(0, 1, 6))
+    head = make_head(config, LABELS, scale=1.0)
+    head.output.bias[LABELS] -= 20
+    head.output.bias[-1] += 20
+    for labels in transducer_texts(head, make_frames(3, 1, 2), 2, [3] * 3):
+        assert len(labels) <= 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

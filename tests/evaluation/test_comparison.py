@@ -1,10 +1,8 @@
-import json
 import math
 
 import numpy as np
 import pytest
 
-from effasr.cli.main import main
 from effasr.evaluation.alignment import align, trn_line
 from effasr.evaluation.bootstrap import interval, probability_of_improvement
 from effasr.evaluation.comparison import compare, read_run
@@ -62,6 +60,8 @@ def test_words_stand_above_each_other():
     assert aligned.scores() == "Scores: (#C #S #D #I) 4 1 0 2"
     assert align("a b", "").kinds == ("D", "D")
     assert align("", "a").lines()[0] == "REF:  *"
+    assert trn_line("one  two", "u-1") == "one two (u-1)\n"
+    assert trn_line("", "u-1") == "(u-1)\n"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -75,24 +75,7 @@ def test_alignments_count_what_the_error_rate_counts(seed):
     assert len(kinds) - kinds.count("I") == errors.words
 
 
-def test_trn_lines():
-    assert trn_line("one  two", "u-1") == "one two (u-1)\n"
-    assert trn_line("", "u-1") == "(u-1)\n"
-
-
-def test_files_of_an_evaluation(tmp_path):
-    save(evaluated([("one two", "one too"), ("three", "three")]), tmp_path)
-    assert (tmp_path / "ref.trn").read_text() == "one two (u0)\nthree (u1)\n"
-    assert (tmp_path / "hyp.trn").read_text() == "one too (u0)\nthree (u1)\n"
-    assert (
-        "id: (u0)\nScores: (#C #S #D #I) 1 1 0 0\nREF:  one TWO\n"
-        in (tmp_path / "alignments.txt").read_text()
-    )
-    low, high = json.loads((tmp_path / "wer.json").read_text())["wer_interval"]
-    assert 0 <= low < 1 / 3 < high <= 0.5
-
-
-def test_runs_side_by_side(tmp_path, capsys):
+def test_runs_side_by_side(effasr, tmp_path):
     texts = [f"a b c {i}" for i in range(30)]
     good = evaluated([(text, text) for text in texts])
     failures = (Failure("u0", "damaged"),)
@@ -100,8 +83,7 @@ def test_runs_side_by_side(tmp_path, capsys):
     save(bad, tmp_path / "first" / "evaluation" / "dev")
     save(good, tmp_path / "second" / "evaluation" / "dev")
     save(good, tmp_path / "second" / "evaluation" / "test")
-    assert main(["compare", str(tmp_path / "first"), str(tmp_path / "second")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = effasr("compare", tmp_path / "first", tmp_path / "second").out.splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert [row[:4] for row in rows] == [
         ["dev", "first", "30 (-1)", "25.00"],
@@ -110,8 +92,7 @@ def test_runs_side_by_side(tmp_path, capsys):
     ]
     assert rows[1][-1] == "-25.00 (better: 100 %)"
     assert rows[0][-1] == ""
-    assert main(["compare", str(tmp_path / "second"), "--set", "test"]) == 0
-    assert "dev" not in capsys.readouterr().out
+    assert "dev" not in effasr("compare", tmp_path / "second", "--set", "test").out
 
 
 def test_a_folder_of_results_is_a_system_too(tmp_path):
@@ -145,12 +126,9 @@ def test_a_folder_with_another_name_than_its_set_names_the_system(tmp_path, monk
     assert [(item.system, item.set_name) for item in read_run(".")] == [("system", "dev")]
 
 
-def test_what_cannot_be_compared(tmp_path, capsys):
-    assert main(["compare", str(tmp_path)]) == 2
-    assert "holds no evaluation: `effasr evaluate --run" in capsys.readouterr().err
+def test_what_cannot_be_compared(effasr, tmp_path):
     save(evaluated([("one", "one")]), tmp_path / "dev")
-    assert main(["compare", str(tmp_path / "dev"), "--set", "test"]) == 2
-    assert "`--set` must be one of dev, but is 'test'" in capsys.readouterr().err
+    refused = effasr("compare", tmp_path / "dev", "--set", "test").error
+    assert "`--set` must be one of dev, but is 'test'" in refused
     (tmp_path / "dev" / "hypotheses.jsonl").write_text("{")
-    assert main(["compare", str(tmp_path / "dev")]) == 2
-    assert "not an evaluation that can be read" in capsys.readouterr().err
+    assert "not an evaluation that can be read" in effasr("compare", tmp_path / "dev").error

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import soundfile
 
-from effasr.cli.main import main
 from effasr.data.manifest.pairs import is_text_only, pairs
 from effasr.transcription.results import Alternative, Segment, Transcription
 from effasr.transcription.second_pass.corrector import joined_texts
@@ -24,35 +23,31 @@ def test_texts_of_a_list_are_different_and_in_its_order():
     assert joined_texts(Transcription("u", 1.0, "", (segment("", ""),)).alternatives) == ""
 
 
-def test_the_command_writes_a_manifest_of_text_pairs(tmp_path, saved, noise, capsys):
+def test_the_command_writes_a_manifest_of_text_pairs(effasr, tmp_path, saved, noise):
     references = ["One, two.", "three four", "five"]
     sounds = [noise(0.8 + 0.5 * number, seed=number) for number in range(3)]
     manifest, out = write_set(tmp_path, sounds, references), tmp_path / "new" / "pairs.jsonl"
-    common = ["--device", "cpu", "--method", "ctc", "--beam", "4"]
-    command = ["make-correction-data", str(saved), str(manifest), str(out), *common]
-    assert main([*command, "--nbest", "3", "--source", "ours"]) == 0
-    assert "3 pairs in" in capsys.readouterr().out
+    common = ("--device", "cpu", "--method", "ctc", "--beam", "4", "--nbest", "3")
+    command = ("make-correction-data", saved, manifest, out, *common)
+    assert "3 pairs in" in effasr(*command, "--source", "ours").out
     assert is_text_only(out)
     result = {item.id: item for item in pairs(out)}
     assert [result[f"u{n}"].text for n in range(3)] == references
     assert {item.source_name for item in result.values()} == {"ours"}
     assert {item.prompt.task for item in result.values()} == {"transcribe"}
 
-    requested = ["transcribe", "--run", str(saved), *common, "--nbest", "3", "--json"]
-    assert main([*requested, *(str(tmp_path / f"u{n}.wav") for n in range(3))]) == 0
-    for line, name in zip(capsys.readouterr().out.splitlines(), result, strict=True):
-        (segment,) = json.loads(line)["segments"]
-        texts = [item["text"] for item in segment["alternatives"]]
+    waves = [tmp_path / f"u{n}.wav" for n in range(3)]
+    listed = effasr("transcribe", "--run", saved, *common, "--json", *waves).rows
+    for row, name in zip(listed, result, strict=True):
+        texts = [item["text"] for item in row["segments"][0]["alternatives"]]
         assert result[name].source == " | ".join(dict.fromkeys(text for text in texts if text))
 
     (tmp_path / "broken.wav").write_bytes(b"no audio")
     soundfile.write(tmp_path / "s.wav", np.zeros(16_000, np.float32), 16_000)
-    for row in (
-        {"audio_filepath": "broken.wav", "text": "a"},
-        {"audio_filepath": "s.wav", "text": "a"},
-    ):
-        manifest.write_text(json.dumps(row | {"id": "bad", "duration": 1.0}) + "\n")
-        before = out.read_bytes()
-        assert main(command) == 2
-        assert "none of its 1 utterances gives a pair; the first, bad" in capsys.readouterr().err
+    before = out.read_bytes()
+    for file in ("broken.wav", "s.wav"):
+        row = {"audio_filepath": file, "text": "a", "id": "bad", "duration": 1.0}
+        manifest.write_text(json.dumps(row) + "\n")
+        refused = effasr(*command).error
+        assert "none of its 1 utterances gives a pair; the first, bad" in refused
         assert out.read_bytes() == before

@@ -53,12 +53,26 @@ def evaluation(model, tokenizer, cuts):
     return evaluate(model, tokenizer, cuts)
 
 
-def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts):
-    paths = [cut.recording.sources[0].source for cut in cuts[:4]]
-    texts = [result.text for result in transcribe(model, tokenizer, paths)]
-    assert [u.hypothesis for u in evaluation.utterances[:4]] == texts
+def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts, tmp_path):
+    """From cuts as from a manifest."""
+    manifest = tmp_path / "manifest.jsonl"
+    rows = [
+        {"audio_filepath": cut.recording.sources[0].source, "text": text, "lang": source}
+        | {name: cut.custom[name] for name in ("target_lang", "task")}
+        for cut, text, source in zip(cuts, TEXTS, SOURCES, strict=True)
+    ]
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    texts = [x.text for x in transcribe(model, tokenizer, [row["audio_filepath"] for row in rows])]
+    listed = evaluate(model, tokenizer, read(manifest))
+    assert listed.groups == evaluation.groups
+    for result in (evaluation, listed):
+        assert not result.failures
+        assert [u.hypothesis for u in result.utterances[:4]] == texts[:4]
+        assert [u.reference for u in result.utterances] == list(TEXTS)
     assert [u.id for u in evaluation.utterances] == [cut.id for cut in cuts]
-    assert [u.reference for u in evaluation.utterances] == list(TEXTS)
+    assert [u.hypothesis for u in listed.utterances] == [
+        u.hypothesis for u in evaluation.utterances
+    ]
     assert evaluation.audio_seconds == pytest.approx(sum(cut.duration for cut in cuts))
 
 
@@ -81,23 +95,6 @@ def test_the_rate_is_that_of_the_pairs(evaluation):
     words = sum(len(r.split()) for r, _ in pairs)
     assert evaluation.wer == pytest.approx(total / words)
     assert evaluation.errors.words == words == 11
-
-
-def test_a_manifest_gives_what_its_cuts_give(evaluation, model, tokenizer, cuts, tmp_path):
-    rows = [
-        {"audio_filepath": cut.recording.sources[0].source, "duration": cut.duration}
-        | {"text": text, "lang": source, "target_lang": cut.custom["target_lang"]}
-        | {"task": cut.custom["task"]}
-        for cut, text, source in zip(cuts, TEXTS, SOURCES, strict=True)
-    ]
-    manifest = tmp_path / "manifest.jsonl"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    result = evaluate(model, tokenizer, read(manifest))
-    assert not result.failures
-    assert [u.hypothesis for u in result.utterances] == [
-        u.hypothesis for u in evaluation.utterances
-    ]
-    assert result.groups == evaluation.groups
 
 
 def test_groups_add_up_to_the_whole(evaluation):
@@ -171,11 +168,15 @@ def test_parts_take_about_the_same_time(cuts):
     assert shard(cuts[:1], 1, 2) == []
 
 
-def test_a_part_without_cuts_is_no_accident(model, tokenizer):
+def test_without_cuts_or_words_there_is_no_rate(model, tokenizer):
     empty = evaluate(model, tokenizer, [])
     assert math.isnan(empty.wer)
     assert empty.errors.utterances == 0
     assert empty.summary()["wer"] is None
+    text = wer_table(Evaluation("none", (_scored("a", "", ""),), (), 1.0))
+    assert " all " not in text
+    assert " - " in text
+    assert " all " in wer_table(empty)
 
 
 def test_files(evaluation, tmp_path):
@@ -201,6 +202,12 @@ def test_files(evaluation, tmp_path):
     assert list(rows[1]) == ["id", "reference", "hypothesis", "language", "duration"]
     assert rows[1]["reference"] == "Three, four!"
     assert rows[1]["duration"] == 0.9
+    save(Evaluation("none", (_scored("u0", "one two", "one too"),), (), 1.0), tmp_path)
+    assert (tmp_path / "ref.trn").read_text() == "one two (u0)\n"
+    assert (tmp_path / "hyp.trn").read_text() == "one too (u0)\n"
+    aligned = "id: (u0)\nScores: (#C #S #D #I) 1 1 0 0\nREF:  one TWO\n"
+    assert aligned in (tmp_path / "alignments.txt").read_text()
+    assert json.loads((tmp_path / "wer.json").read_text())["wer_interval"] == [0.5, 0.5]
 
 
 def test_a_normaliser_that_is_unknown_is_refused_before_any_work(model, tokenizer):
@@ -245,13 +252,6 @@ def test_tables():
     assert worst_table(result, count=1).count("REF:") == 1
     assert report(result) == wer_table(result)
     assert report(result, 2) == worst_table(result, 2) + "\n" + wer_table(result)
-
-
-def test_one_language_needs_no_sum_and_no_word_no_rate():
-    text = wer_table(Evaluation("none", (_scored("a", "", ""),), (), 1.0))
-    assert " all " not in text
-    assert " - " in text
-    assert " all " in wer_table(Evaluation("none"))
 
 
 @pytest.mark.parametrize(

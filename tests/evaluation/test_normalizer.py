@@ -52,9 +52,6 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match="pip install whisper-normalizer"):
         get_normalizer("whisper_english")
-
-
-def test_an_unknown_name_is_refused_with_the_choices():
     message = "basic, whisper_english, open_asr_leaderboard_v1, but is 'chime'"
     with pytest.raises(ValueError, match=message):
         get_normalizer("chime")

@@ -33,20 +33,18 @@ def test_a_wide_table_is_continued_below(monkeypatch, width):
     assert all(part.splitlines()[-1].startswith("| sync_bucketed_2d |") for part in parts)
 
 
-def test_a_table_that_fits_is_the_same_on_a_terminal(monkeypatch):
+def test_other_widths(monkeypatch):
     plain = tables.to_text(make_table(3))
-    monkeypatch.setattr(tables, "display_width", lambda: 80)
-    assert tables.to_text(make_table(3)) == plain
-
-
-def test_elsewhere_a_row_is_a_line(monkeypatch):
-    monkeypatch.setattr(tables, "display_width", lambda: None)
-    assert len(tables.to_text(make_table(40)).splitlines()) == 4
-
-
-def test_a_column_wider_than_the_terminal_stays_whole(monkeypatch):
-    monkeypatch.setattr(tables, "display_width", lambda: 10)
-    assert "sync_bucketed_2d |       s0 |" in tables.to_text(make_table(2))
+    for width, columns in ((80, 3), (None, 40), (10, 2)):
+        monkeypatch.setattr(tables, "display_width", lambda width=width: width)
+        text = tables.to_text(make_table(columns))
+        if width == 80:
+            assert text == plain
+        elif width is None:
+            assert len(text.splitlines()) == 4
+        else:
+            # A column that is wider than the terminal stays whole.
+            assert "sync_bucketed_2d |       s0 |" in text
 
 
 @pytest.mark.parametrize("limit", [30, 80])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effasr.cli.main import build_parser, main
+from effasr.cli.main import build_parser
 from effasr.cli.options import decoding_config
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.hypothesis import ScoreParts
@@ -85,19 +85,15 @@ def test_a_gain_by_chance_changes_nothing():
     assert changed <= 3
 
 
-def test_a_weight_without_effect_stays():
+def test_a_weight_without_effect_or_choice_stays():
     start = Weights.from_config(JOINT, "attention")
     lists = draw_lists(JOINT, start, replace(start, ctc_weight=0.8))
     result = best_weights(lists, start, {name: GRIDS[name] for name in ("ctc_weight", "lm_weight")})
     assert result == replace(start, ctc_weight=0.8)
-
-
-def test_one_alternative_leaves_nothing_to_choose():
     start = Weights.from_config(SECOND, "attention")
-    lists = draw_lists(SECOND, start, size=1)
     grids = {name: GRIDS[name] for name in ("second_lm_weight", "second_word_bonus")}
-    assert best_weights(lists, start, grids) == start
-    assert best_weights(draw_lists(SECOND, start, count=0), start, grids) == start
+    for options in ({"size": 1}, {"count": 0}):
+        assert best_weights(draw_lists(SECOND, start, **options), start, grids) == start
 
 
 def test_what_the_weights_do_not_explain_is_kept():
@@ -178,24 +174,17 @@ def test_options_of_a_file_are_those_of_the_command_line(tmp_path):
         parsed(*again)
 
 
-def test_the_command_tunes_on_a_set(tmp_path, saved, noise, capsys):
+def test_the_command_tunes_on_a_set(effasr, tmp_path, saved, noise):
     sounds = [noise(0.8 + 0.3 * number, seed=number) for number in range(3)]
-    manifest = write_set(tmp_path, sounds, ["one two three"] * 3)
-    command = ["tune", str(saved), str(manifest), "--device", "cpu"]
-    out = tmp_path / "tuned.yaml"
-    assert main(command) == 2
-    assert "`--output` must be given" in capsys.readouterr().err
-    assert main([*command, "--beam", "1", "--output", str(out)]) == 2
-    assert "`--beam` must be at least 2" in capsys.readouterr().err
-    assert not out.exists()
-    assert main([*command, "--beam", "4", "--output", str(out)]) == 0
-    printed = capsys.readouterr().out
+    manifest, out = write_set(tmp_path, sounds, ["one two three"] * 3), tmp_path / "tuned.yaml"
+    command = ("tune", saved, manifest, "--device", "cpu")
+    assert "`--output` must be given" in effasr(*command).error
+    done = effasr(*command, "--beam", "4", "--output", out)
     provided, tuned = (
-        line for line in printed.splitlines() if line.startswith(("| given", "| tuned"))
+        line for line in done.out.splitlines() if line.startswith(("| given", "| tuned"))
     )
     assert len(provided.split("|")) == len(tuned.split("|")) == 7
-    assert "of 4 alternatives (oracle)" in printed
+    assert "of 4 alternatives (oracle)" in done.out
     assert out.read_text().startswith("# effasr tune on set: 3 utterances, WER of the choice among")
-    evaluate = ["evaluate", "--run", str(saved), "--manifest", str(manifest)]
-    assert main([*evaluate, "--device", "cpu", "--decoding", str(out), "--nbest", "4"]) == 0
-    capsys.readouterr()
+    command = ("evaluate", "--run", saved, "--manifest", manifest, "--device", "cpu")
+    assert effasr(*command, "--decoding", out, "--nbest", "4").code == 0

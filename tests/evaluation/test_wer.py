@@ -31,25 +31,16 @@ def test_by_hand(reference, hypothesis, insertions, deletions, substitutions):
     assert (counts.words, counts.utterances) == (len(reference.split()), 1)
 
 
-def test_character_errors_count_the_space_between_words():
+def test_rates_are_those_of_all_words_and_of_characters_with_spaces():
     counts = count_errors("ab cd", "abcd")
     assert (counts.characters, counts.character_errors) == (5, 1)
-    assert counts.cer == pytest.approx(0.2)
-    assert counts.wer == pytest.approx(1.0)
-
-
-def test_rates_of_a_set_weigh_every_word_alike():
-    counts = total([count_errors("a", "b"), count_errors("c d e f g h i j k", "c d e f g h i j k")])
-    assert counts.wer == pytest.approx(0.1)
+    assert (counts.cer, counts.wer) == pytest.approx((0.2, 1.0))
+    long, four = "c d e f g h i j k", "a b c d"
+    counts = total([count_errors("a", "b"), count_errors(long, long)])
     assert (counts.utterances, counts.words, counts.substitutions) == (2, 10, 1)
-
-
-def test_inserted_words_on_an_empty_reference_count_in_the_set():
-    counts = total([count_errors("", "noise"), count_errors("a b c d", "a b c d")])
-    assert counts.wer == pytest.approx(0.25)
-
-
-def test_without_a_reference_word_there_is_no_rate():
+    assert counts.wer == pytest.approx(0.1)
+    # Words that are inserted on an empty reference count in the set.
+    assert total([count_errors("", "noise"), count_errors(four, four)]).wer == pytest.approx(0.25)
     assert math.isnan(count_errors("", "noise").wer)
     assert math.isnan(total([]).cer)
     assert total([]) == ErrorCounts()

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from effasr.cli.main import main
 from effasr.decoding.confidence.calibration import ConfidenceCalibration, logit
 from effasr.evaluation.normalizer import basic
 from effasr.evaluation.word_confidence import confidence_report, fit_calibration, judge
@@ -78,13 +77,12 @@ def test_a_fit_of_separable_words_is_finite():
     assert fit_calibration([(0.5, True)] * 3, "ctc") is None
 
 
-def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys):
+def test_commands_report_and_apply_confidences(effasr, tmp_path, saved, noise):
     sounds, wave = [noise(2.6, seed=6)], tmp_path / "u0.wav"
     write_set(tmp_path, sounds, [""])
-    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc"]
-    received = ["transcribe", *options, str(wave), "--json", "--confidence"]
-    assert main(received) == 0
-    (segment,) = json.loads(capsys.readouterr().out)["segments"]
+    options = ("--run", saved, "--device", "cpu", "--method", "ctc", "--confidence")
+    received = ("transcribe", *options, wave, "--json")
+    segment = effasr(*received).segment
     message = [item["word"] for item in segment["word_confidences"]]
     raw = [item["confidence"] for item in segment["word_confidences"]]
     assert message == segment["text"].split()
@@ -93,34 +91,29 @@ def test_commands_report_and_apply_confidences(tmp_path, saved, noise, capsys):
 
     # The first word is right, and the others are wrong.
     manifest = write_set(tmp_path, sounds, [message[0] + " zz" * (len(message) - 1)])
-    scored = ["evaluate", *options, "--manifest", str(manifest), "--confidence"]
-    scored += ["--normalizer", "none", "--output", str(tmp_path / "out")]
-    assert main(scored) == 0
-    assert "confidence of" in capsys.readouterr().out
+    scored = ("evaluate", *options, "--manifest", manifest, "--normalizer", "none")
+    scored += ("--output", tmp_path / "out")
+    assert "confidence of" in effasr(*scored).out
     result = json.loads((tmp_path / "out/wer.json").read_text())["word_confidence"]
     assert result["words"] == len(message)
     assert result["right"] >= 1
     assert result["calibrated"] is False
 
-    file = tmp_path / "out/calibration.json"
+    file, other = tmp_path / "out/calibration.json", tmp_path / "c.json"
     map_of = ConfidenceCalibration.load(file)
-    assert main([*received, "--calibration", str(file)]) == 0
-    (segment,) = json.loads(capsys.readouterr().out)["segments"]
+    segment = effasr(*received, "--calibration", file).segment
     mapped = [item["confidence"] for item in segment["word_confidences"]]
     assert mapped == pytest.approx([map_of(value) for value in raw])
     file.unlink()
-    other = tmp_path / "c.json"
-    other.write_text(json.dumps({"slope": 1.0, "intercept": 0.0, "method": "ctc"}))
-    assert main([*scored, "--calibration", str(other)]) == 0
+    values = {"slope": 1.0, "intercept": 0.0, "method": "ctc"}
+    other.write_text(json.dumps(values))
+    assert effasr(*scored, "--calibration", other).code == 0
     assert not file.exists(), "a map of mapped values would be taken for one of raw values"
-    other.write_text(json.dumps({"slope": 1.0, "intercept": 0.0, "method": "attention"}))
-    assert main([*received, "--calibration", str(other)]) == 2
-    assert "must be of the method ctc, but is of attention" in capsys.readouterr().err
-    other.write_text(json.dumps({"slope": "1", "intercept": 0.0, "method": "ctc"}))
-    assert main([*received, "--calibration", str(other)]) == 2
-    plain = [item for item in received if item != "--json"]
-    assert main(plain) == 2
-    assert (
-        main([*(item for item in received if item != "--confidence"), "--calibration", str(other)])
-        == 2
-    )
+    for change, message in (
+        ({"method": "attention"}, "must be of the method ctc, but is of attention"),
+        ({"slope": "1"}, "c.json"),
+    ):
+        other.write_text(json.dumps(values | change))
+        assert message in effasr(*received, "--calibration", other).error
+    without = [item for item in received if item != "--confidence"]
+    assert "`calibration` must be left out" in effasr(*without, "--calibration", other).error

@@ -1,7 +1,8 @@
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,25 +30,48 @@ def tokenizer(tmp_path_factory):
     return train_tokenizer({"en": texts, **other_items}, folder, vocab_size=40)
 
 
+SMALL: dict[str, Any] = {
+    "width": 32, "layers": 1, "heads": 2, "feed_forward": 32, "subsampling_channels": 4,
+    "subsampling_norm": True,
+}  # fmt: skip
+TRANSDUCER_GAINS = {
+    "transducer.encoder_projection.weight": 2.0,
+    "transducer.predictor_projection.weight": 4.0,
+    "transducer.output.weight": 4.0,
+}
+"""What makes texts of a transducer depend on the audio and on earlier labels."""
+
+
+def make_model(
+    vocab_size: int,
+    *,
+    seed: int = 0,
+    features: Mapping[str, Any] | None = None,
+    encoder: Mapping[str, Any] | None = None,
+    gains: Mapping[str, float] | None = None,
+    **parts: Any,
+) -> ASRModel:
+    """A small model of random weights, some of them multiplied; ``parts`` are outputs."""
+    config = ModelConfig(
+        features=FeatureConfig(**{"mel_bins": 16, **(features or {})}),
+        encoder=FastConformerConfig(**{**SMALL, **(encoder or {})}),
+        **{"decoder": None, **parts},
+    )
+    torch.manual_seed(seed)
+    model = ASRModel(config, vocab_size).eval()
+    with torch.no_grad():
+        for name, gain in (gains or {}).items():
+            model.get_parameter(name).mul_(gain)
+    return model
+
+
 @pytest.fixture(scope="session")
 def model(tokenizer):
     """Random weights which give texts of various lengths: some end, some are stopped."""
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=FastConformerConfig(
-            width=32,
-            layers=1,
-            heads=2,
-            feed_forward=32,
-            subsampling_channels=4,
-            subsampling_norm=True,
-        ),
-        decoder=DecoderConfig(
-            width=32, layers=2, heads=2, feed_forward=32, max_positions=64, tie_embeddings=False
-        ),
-        ctc=True,
+    decoder = DecoderConfig(
+        width=32, layers=2, heads=2, feed_forward=32, max_positions=64, tie_embeddings=False
     )
-    model = ASRModel(config, tokenizer.vocab_size).eval()
+    model = make_model(tokenizer.vocab_size, decoder=decoder, ctc=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -102,21 +126,5 @@ def noise():
 @pytest.fixture(scope="session")
 def tdt_model(tokenizer):
     """A transducer with durations, of random weights that give texts of various lengths."""
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=16),
-        encoder=FastConformerConfig(
-            width=32, layers=1, heads=2, feed_forward=32, subsampling_channels=4,
-            subsampling_norm=True,
-        ),
-        decoder=None,
-        transducer=TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 3)),
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = ASRModel(config, tokenizer.vocab_size).eval()
-    head = model.transducer
-    assert head is not None
-    with torch.no_grad():
-        head.encoder_projection.weight.mul_(2.0)
-        head.predictor_projection.weight.mul_(4.0)
-        head.output.weight.mul_(4.0)
-    return model
+    head = TransducerConfig(width=24, joint=16, activation="tanh", durations=(0, 1, 2, 3))
+    return make_model(tokenizer.vocab_size, seed=1, transducer=head, gains=TRANSDUCER_GAINS)

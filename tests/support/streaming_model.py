@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from effasr.data.collate import Example, collate
-from effasr.data.features.config import FeatureConfig
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.transcription.results import Segment
 from effasr_kernels import Context
+from tests.support.recognition import make_model
 from tests.support.small_model import shake
 
 RATE = 16_000
@@ -34,19 +32,15 @@ def streaming_model(tokenizer):
     """``streaming_model(head, **features)``, of random weights that give many tokens."""
 
     def make(head: str, *, causal: bool = False, **features: object) -> ASRModel:
-        config = ModelConfig(
-            features=FeatureConfig(**{"mel_bins": 16, "normalize": False} | features),
-            encoder=FastConformerConfig(
-                width=32, layers=2, heads=2, feed_forward=32, subsampling_channels=4,
-                subsampling_norm=True, context=(WHOLE, *CONTEXTS), causal_convolution=True,
-                causal_subsampling=causal,
-            ),
-            decoder=None,
+        limited = {"layers": 2, "context": (WHOLE, *CONTEXTS), "causal_convolution": True}
+        model = make_model(
+            tokenizer.vocab_size,
+            seed=3,
+            features={"normalize": False, **features},
+            encoder=limited | {"causal_subsampling": causal},
             ctc=head == "ctc",
             transducer=HEADS[head],
-        )  # fmt: skip
-        torch.manual_seed(3)
-        model = ASRModel(config, tokenizer.vocab_size).eval()
+        )
         shake(model)
         with torch.no_grad():
             if model.ctc_head is not None:

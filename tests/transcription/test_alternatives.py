@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from effasr.cli.main import main
 from effasr.decoding.config import DecodingConfig
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.transcription.results import Alternative, Transcription, joined
 from effasr.transcription.transcribe import Waveform, transcribe
 from tests.support.recognition import write_set
@@ -55,31 +55,21 @@ def test_long_recordings_have_lists_of_their_own(method, beam, model, tokenizer,
         assert all(item["score"] < 0 for item in row)
 
 
-def test_commands_write_alternatives(saved, noise, tmp_path, capsys) -> None:
+def test_commands_write_alternatives(effasr, saved, noise, tmp_path) -> None:
     sounds = [noise(0.8 + 0.4 * number, seed=number) for number in range(3)]
-    manifest = write_set(tmp_path, sounds, ["one two three"] * 3)
-    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc", "--beam", "4"]
-    command = ["transcribe", *options, str(tmp_path / "u1.wav"), "--nbest", "3"]
-    assert main([*command, "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    (segment,) = json.loads(line)["segments"]
+    manifest, out = write_set(tmp_path, sounds, ["one two three"] * 3), tmp_path / "out"
+    options = ("--run", saved, "--device", "cpu", "--method", "ctc", "--beam", "4")
+    segment = effasr("transcribe", *options, tmp_path / "u1.wav", "--nbest", "3", "--json").segment
     assert len(segment["alternatives"]) == 3
     assert segment["alternatives"][0]["text"] == segment["text"]
-    assert main(command) == 2
-    assert "`--nbest` must have `--json`" in capsys.readouterr().err
-
-    out = tmp_path / "out"
-    command = ["evaluate", *options, "--manifest", str(manifest), "--output", str(out)]
-    assert main([*command, "--nbest", "4"]) == 0
-    printed = capsys.readouterr().out
+    command = ("evaluate", *options, "--manifest", manifest, "--output", out)
+    assert "of 4 alternatives (oracle)" in effasr(*command, "--nbest", "4").out
     result = json.loads((out / "wer.json").read_text())
     assert result["oracle"]["nbest"] == 4
     assert result["oracle"]["wer"] <= result["wer"]
-    assert "of 4 alternatives (oracle)" in printed
-    for text in (out / "hypotheses.jsonl").read_text().splitlines():
-        row = json.loads(text)
+    for row in read_lines(out / "hypotheses.jsonl"):
         assert row["alternatives"][0]["text"] == row["hypothesis"]
         scores = [item["score"] for item in row["alternatives"]]
         assert scores == sorted(scores, reverse=True)
-    assert main(command) == 0
+    assert effasr(*command).code == 0
     assert "oracle" not in json.loads((out / "wer.json").read_text())

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from effasr import checkpoint
-from effasr.cli.main import main
 from effasr.data.manifest.pairs import TextPair
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
@@ -214,7 +213,7 @@ def test_a_source_chooses_its_experts(corrector, tokenizer) -> None:
 
 
 def test_commands_correct(
-    tmp_path, saved, corrector, tokenizer, noise, capsys, monkeypatch
+    effasr, tmp_path, saved, corrector, tokenizer, noise, monkeypatch
 ) -> None:
     """Random weights do not correct: what the loaded corrector writes is given."""
     checkpoint.save_model(tmp_path / "corrector", corrector, tokenizer)
@@ -227,34 +226,27 @@ def test_commands_correct(
 
     monkeypatch.setattr(TextToText, "write", write)
     manifest, wave = write_set(tmp_path, [noise(2.6, seed=6)], ["one two"]), tmp_path / "u0.wav"
-    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc"]
-    options += ["--beam", "4", "--corrector", str(tmp_path / "corrector")]
-    asked = ["transcribe", *options, str(wave), "--words", "--json"]
-    assert main([*asked, "--corrector-margin", "2"]) == 0
-    (selected,) = json.loads(capsys.readouterr().out)["segments"]
+    options = ("--device", "cpu", "--method", "ctc", "--beam", "4")
+    options += ("--corrector", tmp_path / "corrector")
+    asked = ("transcribe", "--run", saved, *options, wave, "--words", "--json")
+    selected = effasr(*asked, "--corrector-margin", "2").segment
     texts = [item["text"] for item in selected["alternatives"]]
     assert selected["text"] == texts[0]
     assert selected["correction"] == {"recognized": texts[0], "written": "one two", "gain": 2.0}
     assert read == [([(" | ".join(dict.fromkeys(texts)), Prompt())], [texts[0]])]
-    assert main([*asked, "--corrector-margin", "1.9"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["segments"]
+    result = effasr(*asked, "--corrector-margin", "1.9").segment
     assert result["text"] == "one two"
     assert [word["word"] for word in result["words"]] == ["one", "two"]
     assert result["alternatives"] == selected["alternatives"]
     assert result["words"][0]["start"] == selected["words"][0]["start"]
 
-    command = ["evaluate", *options, "--manifest", str(manifest)]
-    command += ["--corrector-margin", "1"]
-    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    command = ("evaluate", "--run", saved, *options, "--manifest", manifest)
+    assert effasr(*command, "--corrector-margin", "1", "--output", tmp_path / "out").code == 0
     assert json.loads((tmp_path / "out/wer.json").read_text())["wer"] == 0.0
-    tune = ["tune", str(saved), str(manifest), *options[2:]]
-    assert main([*tune, "--output", str(tmp_path / "tuned.yaml")]) == 0
-    assert "corrector_margin" in capsys.readouterr().out
+    tuned = effasr("tune", saved, manifest, *options, "--output", tmp_path / "tuned.yaml")
+    assert "corrector_margin" in tuned.out
     assert f"corrector: {tmp_path / 'corrector'}" in (tmp_path / "tuned.yaml").read_text()
-    assert main([*asked, "--corrector-source", "ctc"]) == 2
-    assert "`corrector_source` must be left out for a corrector" in capsys.readouterr().err
-
-    assert main([*asked, "--corrector", str(saved)]) == 2
-    assert "`corrector` must be a run of a model with a text encoder" in capsys.readouterr().err
-    assert main(["transcribe", *options, "--stream"]) == 2
-    assert "`--corrector` must be left out with `--stream`" in capsys.readouterr().err
+    refused = effasr(*asked, "--corrector-source", "ctc").error
+    assert "`corrector_source` must be left out for a corrector" in refused
+    refused = effasr(*asked, "--corrector", saved).error
+    assert "`corrector` must be a run of a model with a text encoder" in refused

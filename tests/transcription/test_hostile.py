@@ -135,16 +135,6 @@ def test_a_file_that_is_named_twice_is_one(effasr, saved, cases) -> None:
     assert (told.code, len(told.out)) == (0, 1)
 
 
-def test_a_folder_that_links_to_itself_is_entered_once(effasr, saved, cases, tmp_path) -> None:
-    (tmp_path / "in" / "deep").mkdir(parents=True)
-    (tmp_path / "in" / "deep" / "up").symlink_to(tmp_path / "in")
-    (tmp_path / "in" / "deep" / "x.wav").write_bytes(Path(cases["silence"].path).read_bytes())
-    for argument in (tmp_path / "in", f"{tmp_path}/in/**/*.wav"):
-        told = effasr("transcribe", "--run", saved, argument)
-        assert told.code == 0
-        assert [line.split("\t")[0] for line in told.out] == [f"{tmp_path}/in/deep/x.wav"]
-
-
 def test_evaluate_counts_each_and_goes_on(effasr, saved, cases, tmp_path) -> None:
     # A manifest is text, and so are the names in it.
     cases = {name: case for name, case in cases.items() if name != "name: no UTF-8"}

@@ -12,13 +12,12 @@ import pytest
 import soundfile
 import torch
 
-from effasr.cli.main import main
 from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, Score, with_details, with_scores
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.label import LabelFolder, checked
 from effasr.transcription.results import Failure, Transcription, confidence
@@ -34,10 +33,6 @@ def recordings(tmp_path, noise):
     for number, seconds in enumerate((1.0, 2.0, 1.5, 0.8)):
         soundfile.write(folder / f"r{number}.wav", noise(seconds, seed=number), RATE)
     return folder
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def encode(model, tokenizer, audio):
@@ -66,29 +61,6 @@ def test_ctc_scores_sum_over_all_alignments(model, tokenizer, noise) -> None:
         assert item.score is not None
         assert item.score.symbols == len(text)
         assert item.score.log_prob == pytest.approx(math.log(total), rel=1e-5)
-
-
-@torch.no_grad()
-def test_attention_scores_are_those_of_the_decoder(model, tokenizer, noise) -> None:
-    model.eval()
-    batch = encode(model, tokenizer, [noise(0.6, seed=1), noise(0.9, seed=2)])
-    prompts = [tokenizer.prompt(Prompt())] * 2
-    config = DecodingConfig(method="attention", confidence=True, extra_tokens=5)
-    result = decode(model, tokenizer, batch, prompts, config)
-    encoded = model.encode(batch)
-    for number, (item, prompt) in enumerate(zip(result, prompts, strict=True)):
-        alone = encode(model, tokenizer, [[noise(0.6, seed=1), noise(0.9, seed=2)][number]])
-        state = model.start_decoding(model.encode(alone), 64)
-        ids = [*prompt, *item.tokens, tokenizer.eos_id]
-        total = 0.0
-        for position, (token, following) in enumerate(itertools.pairwise(ids)):
-            hidden = model.decode_step(torch.tensor([token]), state)
-            if position >= len(prompt) - 1:
-                total += float(model.logits(hidden).log_softmax(-1)[0, following])
-        assert item.score is not None
-        assert item.score.symbols == len(item.tokens) + 1
-        assert item.score.log_prob == pytest.approx(total, rel=1e-4)
-    assert encoded.layout.num_sequences == 2
 
 
 def test_continuous_batching_gives_the_scores_of_a_batch(model, tokenizer, recordings) -> None:
@@ -134,17 +106,27 @@ def test_confidence_is_a_geometric_mean_over_symbols() -> None:
     assert confidence([Score(0.0, 1), None]) is None
 
 
+@pytest.fixture
+def label(effasr, saved, recordings, tmp_path):
+    """Runs `effasr label` into a folder; returns its outcome."""
+
+    def run(*options, audio=recordings, out="labels"):
+        options = options if "--method" in options else (*options, "--method", "ctc")
+        return effasr("label", saved, audio, tmp_path / out, "--device", "cpu", *options)
+
+    return run
+
+
 @pytest.mark.parametrize("method", ["ctc", "attention"])
-def test_labels_are_a_manifest_to_train_on(saved, recordings, tmp_path, method) -> None:
+def test_labels_are_a_manifest_to_train_on(label, tmp_path, method) -> None:
     out = tmp_path / "labels"
-    options = ["--method", method, "--device", "cpu"]
-    assert main(["label", str(saved), str(recordings), str(out), *options]) == 0
-    rows = lines(out / "manifest.jsonl")
+    assert label("--method", method).code == 0
+    rows = read_lines(out / "manifest.jsonl")
     report = json.loads((out / "report.json").read_text())
     assert report["recordings"] == 4
     assert report["kept"]["utterances"] == len(rows)
-    assert report["dropped"]["utterances"] == len(lines(out / "dropped.jsonl"))
-    assert len(rows) + report["dropped"]["utterances"] == 4
+    assert report["dropped"]["utterances"] == 4 - len(rows)
+    assert len(read_lines(out / "dropped.jsonl")) == 4 - len(rows)
     if method == "ctc":
         assert len(rows) >= 2
     for row in rows:
@@ -157,29 +139,26 @@ def test_labels_are_a_manifest_to_train_on(saved, recordings, tmp_path, method) 
         assert [cut.duration for cut in cuts] == [row["duration"] for row in rows]
 
 
-def test_another_threshold_needs_no_transcription(saved, recordings, tmp_path, monkeypatch) -> None:
+def test_another_threshold_needs_no_transcription(label, tmp_path, monkeypatch) -> None:
     out = tmp_path / "labels"
-    command = ["label", str(saved), str(recordings), str(out), "--method", "ctc"]
-    assert main(command) == 0
-    rows = lines(out / "manifest.jsonl")
+    assert label().code == 0
+    rows = read_lines(out / "manifest.jsonl")
     monkeypatch.setattr(
         "effasr.transcription.recognizer.Recognizer._collated",
         lambda *_: pytest.fail("transcribed"),
     )
-    values = sorted(row["confidence"] for row in rows)
-    assert main([*command, "--min-confidence", str(values[-1])]) == 0
-    (selected,) = lines(out / "manifest.jsonl")
-    assert selected["confidence"] == values[-1]
-    low = [item for item in lines(out / "dropped.jsonl") if item["reason"] == "low_confidence"]
+    most = max(row["confidence"] for row in rows)
+    assert label("--min-confidence", most).code == 0
+    (selected,) = read_lines(out / "manifest.jsonl")
+    assert selected["confidence"] == most
+    low = [x for x in read_lines(out / "dropped.jsonl") if x["reason"] == "low_confidence"]
     assert len(low) == len(rows) - 1
-    assert all(item["text"] and item["confidence"] < values[-1] for item in low)
+    assert all(item["text"] and item["confidence"] < most for item in low)
 
 
-def test_an_interrupted_command_goes_on(saved, recordings, tmp_path, monkeypatch) -> None:
+def test_an_interrupted_command_goes_on(label, tmp_path, monkeypatch) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    command = ["label", str(saved), str(recordings)]
-    options = ["--method", "ctc"]
-    assert main([*command, str(whole), *options]) == 0
+    assert label(out="whole").code == 0
     add, count = LabelFolder.add, itertools.count()
 
     def stopping(self, *arguments) -> None:
@@ -188,52 +167,52 @@ def test_an_interrupted_command_goes_on(saved, recordings, tmp_path, monkeypatch
         add(self, *arguments)
 
     monkeypatch.setattr(LabelFolder, "add", stopping)
-    assert main([*command, str(parts), *options]) == 130
+    assert label(out="parts").code == 130
     assert not (parts / "manifest.jsonl").exists()
     with (parts / "journal.jsonl").open("a") as file:
         file.write('{"id": "torn')
     monkeypatch.setattr(LabelFolder, "add", add)
-    assert main([*command, str(parts), *options]) == 0
+    assert label(out="parts").code == 0
     for name in ("manifest.jsonl", "dropped.jsonl", "report.json", "journal.jsonl"):
         assert (parts / name).read_text() == (whole / name).read_text()
 
 
-def test_labels_by_another_model_are_not_mixed(saved, recordings, tmp_path, capsys) -> None:
-    out = tmp_path / "labels"
-    assert main(["label", str(saved), str(recordings), str(out), "--method", "ctc"]) == 0
-    assert main(["label", str(saved), str(recordings), str(out), "--method", "attention"]) == 2
-    assert "its `method` was 'ctc' and is 'attention'" in capsys.readouterr().err
+def test_refusals(label, tmp_path) -> None:
+    """Labels are not mixed with those of another model, nor with other files."""
+    assert label().code == 0
+    assert "its `method` was 'ctc' and is 'attention'" in label("--method", "attention").error
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").touch()
-    assert main(["label", str(saved), str(recordings), str(tmp_path / "other")]) == 2
-    assert main(["label", str(saved), str(recordings), str(out), "--min-confidence", "2"]) == 2
+    assert label(out="other").code == 2
+    path = tmp_path / "decoding.yaml"
+    for name in ("second_lm", "corrector"):
+        path.write_text(f"beam: 8\n{name}: {tmp_path / 'lm'}\n")
+        message = label("--decoding", path).error
+        assert f"`{name}` in `--decoding` must be left out for labels" in message
+        assert f"remove it from {path}" in message
 
 
-def test_failures_are_listed_and_manifests_may_lack_texts(saved, recordings, tmp_path) -> None:
+def test_failures_are_listed_and_manifests_may_lack_texts(label, recordings, tmp_path) -> None:
     (recordings / "r1.wav").write_bytes(b"no audio")
-    stereo = np.zeros((RATE, 2), np.float32)
-    soundfile.write(recordings / "stereo.wav", stereo, RATE)
     rows = [{"audio_filepath": f"audio/r{n}.wav", "id": f"u{n}"} for n in range(3)]
     manifest = tmp_path / "audio.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / "labels"
-    assert main(["label", str(saved), str(manifest), str(out), "--method", "ctc"]) == 1
-    failed = [item for item in lines(out / "dropped.jsonl") if item["reason"] == "failed"]
-    assert [item["id"] for item in failed] == ["u1"]
-    named = {row["id"] for row in lines(out / "manifest.jsonl")}
-    assert named <= {"u0", "u2"}
+    assert label(audio=manifest).code == 1
+    dropped = read_lines(tmp_path / "labels/dropped.jsonl")
+    assert [item["id"] for item in dropped if item["reason"] == "failed"] == ["u1"]
+    assert {row["id"] for row in read_lines(tmp_path / "labels/manifest.jsonl")} <= {"u0", "u2"}
 
 
 def test_what_training_cannot_read_is_left_out_without_a_transcription(
-    saved, recordings, tmp_path, monkeypatch
+    label, recordings, tmp_path, monkeypatch
 ) -> None:
     (recordings / "a.m4a").write_bytes(bytes(range(256)) * 20)
     monkeypatch.setattr(
         "effasr.transcription.inputs.audio_stream.ffmpeg_blocks", lambda *_: pytest.fail("read")
     )
-    out = tmp_path / "labels"
-    assert main(["label", str(saved), str(recordings), str(out), "--method", "ctc"]) == 1
-    (failed,) = [item for item in lines(out / "dropped.jsonl") if item["reason"] == "failed"]
+    assert label().code == 1
+    dropped = read_lines(tmp_path / "labels/dropped.jsonl")
+    (failed,) = (item for item in dropped if item["reason"] == "failed")
     assert failed["id"].endswith("a.m4a")
     assert "convert the file to WAV or FLAC" in failed["details"]
 
@@ -248,22 +227,11 @@ def test_channels_that_a_line_cannot_name_are_a_problem(tmp_path) -> None:
     assert checked(Source("a", "a", problem="damaged")).problem == "damaged"
 
 
-def test_a_decoding_file_with_a_second_pass_is_named(tmp_path, saved, recordings, capsys) -> None:
-    path = tmp_path / "decoding.yaml"
-    command = ["label", str(saved), str(recordings), str(tmp_path / "labels")]
-    for name in ("second_lm", "corrector"):
-        path.write_text(f"beam: 8\n{name}: {tmp_path / 'lm'}\n")
-        assert main([*command, "--decoding", str(path)]) == 2
-        message = capsys.readouterr().err
-        assert f"`{name}` in `--decoding` must be left out for labels" in message
-        assert f"remove it from {path}" in message
-
-
 def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
     labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     missing = Source("a", "a", str(tmp_path / "missing.wav"), channels=(0,))
     labels.add(missing, Failure("a", "broken"), Prompt())
-    assert [row["problem"] for row in lines(tmp_path / "labels/journal.jsonl")] == ["broken"]
+    assert [row["problem"] for row in read_lines(tmp_path / "labels/journal.jsonl")] == ["broken"]
     again = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     assert again.done == {"a"}
     assert again.missing([Source("a", "a"), Source("b", "b")]) == [Source("b", "b")]
@@ -332,5 +300,5 @@ def test_the_memory_of_labels_does_not_grow_with_their_number(tmp_path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (report.kept.utterances, report.dropped.utterances) == (1000, 1000)
-    assert len(lines(tmp_path / "manifest.jsonl")) == 1000
+    assert len(read_lines(tmp_path / "manifest.jsonl")) == 1000
     assert peak < 10 * len(row) + 2**18

@@ -1,4 +1,4 @@
-"""Streams with a beam, alternatives and confidences are as whole recordings, and end cleanly."""
+"""Streams have lists and confidences as whole recordings have, and end cleanly."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -11,10 +11,12 @@ import torch
 from effasr.decoding.confidence.tokens import StreamConfidences, token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import CTCBeamStreams, ctc_beam
+from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
+from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr.transcription.online import OnlineRecognizer, online_recognizer
 from effasr.transcription.recognizer import Recognizer
@@ -36,33 +38,42 @@ def calm(model: ASRModel) -> ASRModel:
 
 
 @torch.no_grad()
-def offline(model: ASRModel, encoded: PackedSequence) -> list[Hypothesis]:
-    if model.transducer is None:
-        return ctc_beam(model, encoded, BEAM, nbest=NBEST)[0]
+def offline(model: ASRModel, encoded: PackedSequence, beam: int) -> list[Hypothesis]:
+    head = model.transducer
+    if beam == 1:
+        search = transducer_greedy if head else ctc_greedy
+        arguments = (head, encoded, 10) if head else (model, encoded, model.vocab_size)
+        return [Hypothesis(tuple(search(*arguments)[0]), 0.0, 0.0)]
+    if head is None:
+        return ctc_beam(model, encoded, beam, nbest=NBEST)[0]
     limits = [DecodingConfig().max_tokens(frames) for frames in encoded.layout.lengths]
-    search = transducer_beam if model.transducer.config.durations is None else tdt_beam
-    return search(model.transducer, encoded, BEAM, limits, NBEST)[0]
+    search = transducer_beam if head.config.durations is None else tdt_beam
+    return search(head, encoded, beam, limits, NBEST)[0]
 
 
+@pytest.mark.parametrize("beam", [1, BEAM])
 @pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
 def test_a_stream_has_the_list_of_the_whole_recording(
-    streaming_model, tokenizer, noise, head
+    streaming_model, tokenizer, noise, head, beam
 ) -> None:
+    """Of greedy search there is the transcript alone, with the confidences of its words."""
     model, audio = calm(streaming_model(head)), noise(2.3)
     encoded = encoded_by(model, audio)
-    expected = offline(model, encoded)
-    assert len(expected) == NBEST
+    expected = offline(model, encoded, beam)
+    assert len(expected) == (NBEST if beam > 1 else 1)
     assert 2 < len(expected[0].tokens) < 20
+    texts = [tokenizer.decode(list(item.tokens)).strip() for item in expected]
+    config = LISTED if beam > 1 else DecodingConfig(word_confidence=True)
     for size in (0, 9000):
         recognizer = OnlineRecognizer(
-            model, tokenizer, LISTED, context=CONTEXTS[0], endpoint_seconds=None
-        )  # fmt: skip
+            model, tokenizer, config, context=CONTEXTS[0], endpoint_seconds=None
+        )
         _, (segment,) = recognized(recognizer, pieces(audio, size))
-        texts = [tokenizer.decode(list(item.tokens)).strip() for item in expected]
         assert segment.text == texts[0]
-        assert [item.text for item in segment.alternatives] == texts
-        scores = [item.score for item in segment.alternatives]
-        assert scores == pytest.approx([item.score for item in expected], abs=1e-3)
+        if beam > 1:
+            assert [item.text for item in segment.alternatives] == texts
+            scores = [item.score for item in segment.alternatives]
+            assert scores == pytest.approx([item.score for item in expected], abs=1e-3)
         tokens = expected[0].tokens
         (sure,) = token_confidences(model, recognizer.method, encoded, [()], [tokens])
         assert sure is not None
@@ -103,39 +114,6 @@ def test_segments_do_not_depend_on_packets(streaming_model, tokenizer, noise, he
         assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("head", ["ctc", "tdt"])
-def test_greedy_streams_have_the_confidences_of_recordings(
-    streaming_model, tokenizer, noise, head
-) -> None:
-    model, audio = calm(streaming_model(head)), noise(2)
-    encoded = encoded_by(model, audio)
-    recognizer = OnlineRecognizer(
-        model,
-        tokenizer,
-        DecodingConfig(word_confidence=True),
-        context=CONTEXTS[0],
-        endpoint_seconds=None,
-    )
-    stream = recognizer.open()
-    stream.feed(audio)
-    recognizer.decode()
-    stream.finish()
-    tokens = []
-    segments = stream._segments
-    end = segments._end_segment
-    segments._end_segment = lambda *a: (tokens.append(stream.tokens), end(*a))  # type: ignore
-    recognizer.decode()
-    (segment,) = stream.take()
-    (sure,) = token_confidences(model, recognizer.method, encoded, [()], tokens)
-    assert sure is not None
-    expected = word_confidences(tokens[0], sure, tokenizer.decode)
-    assert segment.word_confidences is not None
-    assert len(expected) > 1
-    for word, other in zip(segment.word_confidences, expected, strict=True):
-        assert word.text == other.text
-        assert word.confidence == pytest.approx(other.confidence, abs=1e-4)
-
-
 @pytest.mark.parametrize("head", ["stateless", "rnnt"])
 @torch.inference_mode()
 def test_confidences_of_a_later_segment_know_the_labels_before(
@@ -160,24 +138,48 @@ def test_confidences_of_a_later_segment_know_the_labels_before(
     assert (result._first, sum(map(len, result._rows))) == (7, len(rows) - 7)
 
 
+@pytest.mark.parametrize("beam", [1, 2])
 @pytest.mark.parametrize("head", ["ctc", "rnnt", "tdt"])
-def test_hostile_streams_with_a_beam_end_cleanly(streaming_model, tokenizer, head) -> None:
+def test_hostile_streams_end_cleanly(streaming_model, tokenizer, head, beam) -> None:
     """Models that say labels in each frame, packets of one sample, and next to no audio."""
-    config = DecodingConfig(beam=2, nbest=2, word_confidence=True, words=True)
+    config = DecodingConfig(
+        beam=beam, nbest=2 if beam > 1 else None, word_confidence=True, words=True
+    )
     recognizer = OnlineRecognizer(streaming_model(head), tokenizer, config)
     single = [np.full(1, 0.1, np.float32)] * 300
     loud = [np.sign(np.sin(np.arange(RATE, dtype=np.float32)))]
     for packets in ([], [np.zeros(50)], single, loud, [np.zeros(0, np.float32)]):
         stream, segments = recognized(recognizer, packets)
         assert stream.tokens == []
+        assert segments == [] or packets in (single, loud)
         for segment in segments:
             assert np.isfinite([item.score for item in segment.alternatives]).all()
     assert recognizer._open == [None]
 
 
+def test_wrong_samples_are_refused(streaming_model, tokenizer) -> None:
+    recognizer = OnlineRecognizer(streaming_model("rnnt"), tokenizer)
+    stream = recognizer.open()
+    with pytest.raises(ValueError, match="`streams` must be more than 1 to open another one"):
+        recognizer.open()
+    for wrong, message in (
+        (np.array([0.1, np.nan]), "`samples` must be finite"),
+        (np.array([0.1, 1e300]), "`samples` must be finite"),
+        (np.array([-1e30, 0.1], np.float32), "`samples` must be finite"),
+        (np.zeros((2, 2)), r"`samples` must be floating numbers \(samples,\)"),
+        (np.zeros(3, np.int16), "divide 16-bit integers by 32768"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stream.feed(wrong)
+    stream.finish()
+    with pytest.raises(ValueError, match="`samples` must come before `finish`"):
+        stream.feed(np.zeros(4, np.float32))
+
+
+@pytest.mark.parametrize("beam", [1, 2])
 @pytest.mark.parametrize("head", ["ctc", "tdt"])
-def test_silence_takes_no_more_memory_with_a_beam(streaming_model, tokenizer, head) -> None:
-    config = DecodingConfig(beam=2, word_confidence=True)
+def test_silence_takes_no_more_memory(streaming_model, tokenizer, head, beam) -> None:
+    config = DecodingConfig(beam=beam, word_confidence=True)
     model = calm(streaming_model(head))
     recognizer = OnlineRecognizer(model, tokenizer, config, context=CONTEXTS[2])
     stream, held = recognizer.open(), []
@@ -186,16 +188,17 @@ def test_silence_takes_no_more_memory_with_a_beam(streaming_model, tokenizer, he
         recognizer.decode()
         stream.take()
         assert stream._segments._confidences is not None
-        search = recognizer._search
-        assert isinstance(search, BeamStreams)
         rows = sum(map(len, stream._segments._confidences._rows))
-        labels = max(len(item.tokens) for item in search._hypotheses(0))
-        held.append((rows, labels))
-        # What it has read long ago does not count in what comes.
-        if not stream.tokens and second > 4:
-            assert stream.frames - stream._segments._since < 40
-    assert max(rows for rows, _ in held[6:]) < 450
-    assert max(labels for _, labels in held[6:]) < 200
+        search, labels = recognizer._search, len(stream.tokens)
+        if isinstance(search, BeamStreams):
+            labels = max(len(item.tokens) for item in search._hypotheses(0))
+            # What it has read long ago does not count in what comes.
+            if not stream.tokens and second > 4:
+                assert stream.frames - stream._segments._since < 40
+        held.append((rows, labels, sum(map(len, stream._audio._parts))))
+    assert max(rows for rows, _, _ in held[6:]) < 450
+    assert max(labels for _, labels, _ in held[6:]) < 200
+    assert max(samples for _, _, samples in held) < 2 * RATE
 
 
 def test_the_configuration_chooses_the_search(streaming_model, tokenizer) -> None:

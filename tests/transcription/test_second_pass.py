@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from effasr.cli.main import main
 from effasr.decoding.second_pass.causal_scorer import CausalScorer
 from effasr.transcription.results import Alternative, Failure, Segment, Transcription
 from effasr.transcription.second_pass.rescore import SecondPass
@@ -82,14 +81,18 @@ def test_the_order_of_a_list_does_not_matter() -> None:
     assert len(seen) == 1
 
 
-def test_commands_choose_by_the_second_model(tmp_path, saved, noise, capsys) -> None:
+@pytest.fixture
+def requested(saved, noise, tmp_path) -> tuple:
+    """A transcription of a recording that is in a manifest, too."""
+    write_set(tmp_path, [noise(2.6, seed=6)], ["one two"])
+    return ("--run", saved, "--device", "cpu", "--method", "ctc", "--beam", "4")
+
+
+def test_commands_choose_by_the_second_model(effasr, tmp_path, requested) -> None:
     torch.manual_seed(1)
-    folder = write_chat_model(tmp_path / "lm")
-    manifest, wave = write_set(tmp_path, [noise(2.6, seed=6)], ["one two"]), tmp_path / "u0.wav"
-    options = ["--run", str(saved), "--device", "cpu", "--method", "ctc", "--beam", "4"]
-    requested = ["transcribe", *options, str(wave), "--json", "--second-lm", str(folder)]
-    assert main([*requested, "--second-lm-weight", "5"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["segments"]
+    folder, wave = write_chat_model(tmp_path / "lm"), tmp_path / "u0.wav"
+    second = ("--second-lm", folder, "--second-lm-weight", "5")
+    result = effasr("transcribe", *requested, wave, "--json", *second).segment
     listed = result["alternatives"]
     assert len(listed) == 4
     assert listed[0]["text"] == result["text"]
@@ -97,33 +100,25 @@ def test_commands_choose_by_the_second_model(tmp_path, saved, noise, capsys) -> 
     assert ranks == sorted(ranks, reverse=True)
     scores = CausalScorer(folder).log_probs([("", item["text"]) for item in listed])
     assert [item["lm_score"] for item in listed] == pytest.approx(scores, abs=1e-4)
-
-    assert main(["transcribe", *options, str(wave), "--second-lm", str(folder)]) == 0
-    command = ["evaluate", *options, "--manifest", str(manifest)]
-    command += ["--second-lm", str(folder), "--second-lm-weight", "5"]
-    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    assert effasr("transcribe", *requested, wave, "--second-lm", folder).code == 0
+    command = ("evaluate", *requested, "--manifest", tmp_path / "set.jsonl", *second)
+    assert effasr(*command, "--output", tmp_path / "out").code == 0
     hypothesis = json.loads((tmp_path / "out/hypotheses.jsonl").read_text())
     assert hypothesis["hypothesis"] == result["text"]
     assert math.isfinite(json.loads((tmp_path / "out/wer.json").read_text())["oracle"]["wer"])
-    capsys.readouterr()
-    assert main([*requested, "--words"]) == 2
-    assert "`words` must be false with `second_lm`" in capsys.readouterr().err
+    refused = effasr("transcribe", *requested, wave, *second, "--words").error
+    assert "`words` must be false with `second_lm`" in refused
 
 
-def test_word_ngrams_choose_as_well(tmp_path, saved, noise, capsys) -> None:
-    write_set(tmp_path, [noise(2.6, seed=6)], [""])
-    command = ["transcribe", "--run", str(saved), "--device", "cpu", str(tmp_path / "u0.wav")]
-    command += ["--method", "ctc", "--beam", "4", "--json"]
-    assert main([*command, "--nbest", "4"]) == 0
-    (plain,) = json.loads(capsys.readouterr().out)["segments"]
-    texts = [item["text"] for item in plain["alternatives"]]
-    requested = next(text for text in texts if set(text.split()) - set(texts[0].split()))
-    (word, *_) = sorted(set(requested.split()) - set(texts[0].split()))
+def test_word_ngrams_choose_as_well(effasr, tmp_path, requested) -> None:
+    command = ("transcribe", *requested, tmp_path / "u0.wav", "--json")
+    plain = effasr(*command, "--nbest", "4").segment
+    first, *texts = (item["text"] for item in plain["alternatives"])
+    (word, *_) = sorted(set().union(*(text.split() for text in texts)) - set(first.split()))
     lines = ["\\data\\", "ngram 1=2", "\\1-grams:", "-9\t<unk>", f"-0.1\t{word}", "\\end\\"]
     (tmp_path / "words.arpa").write_text("\n".join(lines) + "\n")
-    options = ["--second-lm", str(tmp_path / "words.arpa"), "--second-lm-weight", "9"]
-    assert main([*command, *options, "--second-word-bonus", "186"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["segments"]
+    options = ("--second-lm", tmp_path / "words.arpa", "--second-lm-weight", "9")
+    result = effasr(*command, *options, "--second-word-bonus", "186").segment
     assert word in result["text"].split()
     best = result["alternatives"][0]
     existing = sum(item == word for item in best["text"].split())

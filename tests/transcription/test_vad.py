@@ -65,7 +65,9 @@ def test_gaps_of_silence_and_of_noise(db) -> None:
 def test_short_pauses_are_no_gaps() -> None:
     audio = np.concatenate([voice(5), background(1.5, -60), voice(5, 1)])
     assert kept(audio) == [(0.0, 11.5)]
-    assert len(kept(audio, gap=1.0)) == 2
+    (_, end), (start, _) = kept(audio, gap=1.0)
+    # A quarter of a second around speech stays.
+    assert (end, start) == pytest.approx((5.25, 6.25), abs=0.1)
 
 
 def test_what_is_of_even_loudness_is_decoded() -> None:
@@ -75,6 +77,9 @@ def test_what_is_of_even_loudness_is_decoded() -> None:
     assert kept(np.zeros(10 * RATE, np.float32)) == []
     after = np.concatenate([voice(30), background(60, -50)])
     assert kept(after)[-1][1] == pytest.approx(30.0, abs=0.5)
+    # The loudest speech is not forgotten at once.
+    softer = np.concatenate([voice(10), 0.2 * voice(10, 1), background(10, -45)])
+    assert kept(softer, chunk=10.0)[-1][1] == pytest.approx(20.0, abs=0.5)
     # Somebody farther away is not lost.
     farther = np.concatenate([voice(30), 0.1 * voice(30, 1)])
     assert kept(farther)[-1][1] == 60.0

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from effasr.data.collate import Example, collate
-from effasr.data.features.config import FeatureConfig
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, train_tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel
-from effasr.model.config import ModelConfig
-from effasr.model.encoder import FastConformerConfig
 from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
+from tests.support.recognition import make_model
 
 pytest.importorskip("espeakng_loader")
 
@@ -75,21 +73,10 @@ def learn(
     tokenizer = train_tokenizer(
         {"en": [text_of(times) for _, times in spoken]}, folder, vocab_size=80
     )
-    torch.manual_seed(0)
-    encoder = FastConformerConfig(
-        width=48,
-        layers=1,
-        heads=2,
-        feed_forward=96,
-        subsampling=subsampling,
-        subsampling_channels=8,
-        subsampling_norm=True,
-        conv_norm="layer_norm",
-    )
-    config = ModelConfig(
-        features=FeatureConfig(mel_bins=32), encoder=encoder, decoder=None, ctc=True
-    )
-    model = ASRModel(config, tokenizer.vocab_size)
+    encoder = {"width": 48, "feed_forward": 96, "subsampling": subsampling}
+    encoder |= {"subsampling_channels": 8, "conv_norm": "layer_norm"}
+    model = make_model(tokenizer.vocab_size, features={"mel_bins": 32}, encoder=encoder, ctc=True)
+    model.train()
     prompt = tokenizer.prompt(Prompt())
     examples = [
         Example(w.id, w.samples, prompt, tokenizer.encode(text_of(times), "en"), monotonic=True)
@@ -105,7 +92,7 @@ def learn(
         chosen = [
             examples[index] for index in torch.randint(len(examples), (size,), generator=draw)
         ]
-        framing = config.features.framing
+        framing = model.config.features.framing
         batch = collate(chosen, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, framing=framing)
         loss = model(batch).ctc / size
         optimizer.zero_grad()

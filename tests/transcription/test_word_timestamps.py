@@ -164,6 +164,8 @@ def test_formats() -> None:
     )
     assert vtt(item).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:00.500\n&lt;a&gt;\n")
     assert ctm(item) == "a_b 1 0.000 0.500 <a>\na_b 1 3661.250 0.750 b\n"
+    # Players drop a cue that lasts no time.
+    assert "00:00:01,000 --> 00:00:01,001" in srt(spoken(("a", 1.0, 1.0)))
 
 
 def test_without_words_segments_are_shown() -> None:
