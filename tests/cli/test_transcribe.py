@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,10 +73,11 @@ def test_linked_folders_are_entered_once(effasr, workplace, folder, tmp_path):
     shutil.copy(workplace.wav, tmp_path / "more" / "c.wav")
     for name, target in (("0", folder / "deep"), ("more", tmp_path / "more"), ("loop", folder)):
         (folder / name).symlink_to(target)
-    for argument in (folder, f"{folder}/**/*.[wW]*"):
-        done = effasr("transcribe", "--run", workplace.run, argument)
-        assert {Path(name).name for name in names(done)} == {"a.wav", "b.WAV", "c.wav"}
-        assert len(names(done)) == 3
+    done = effasr("transcribe", "--run", workplace.run, folder)
+    assert names(done) == [str(folder / name) for name in ("a.wav", "deep/b.WAV", "more/c.wav")]
+    # A pattern enters no link.
+    done = effasr("transcribe", "--run", workplace.run, f"{folder}/**/*.[wW]*")
+    assert names(done) == [str(folder / name) for name in ("a.wav", "deep/b.WAV")]
 
 
 def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path):

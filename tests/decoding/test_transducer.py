@@ -1,7 +1,5 @@
 """Searches of transducers, with and without durations (TDT)."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -107,70 +105,6 @@ def test_a_beam_of_one_is_greedy(kind) -> None:
     assert len(compared) > 5, "the test needs different texts"
 
 
-@torch.no_grad()
-def test_greedy_is_that_of_transformers() -> None:
-    """Where no frame has so many labels that only one of the two stops."""
-    parakeet = pytest.importorskip("transformers.models.parakeet")
-    encoder: dict[str, Any] = {
-        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 16, "subsampling_conv_channels": 4, "num_mel_bins": 16,
-    }  # fmt: skip
-    torch.manual_seed(6)
-    config = parakeet.ParakeetTDTConfig(
-        vocab_size=LABELS + 1, blank_token_id=LABELS, decoder_hidden_size=8, pad_token_id=0,
-        num_decoder_layers=2, encoder_config=encoder, durations=[0, 1, 2, 3],
-    )  # fmt: skip
-    theirs = parakeet.ParakeetForTDT(config).eval()
-    theirs.generation_config.decoder_start_token_id = LABELS
-    for parameter in theirs.encoder.parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(20)
-    for part in (theirs.encoder_projector, theirs.decoder, theirs.joint):
-        for parameter in part.parameters():
-            parameter.normal_()
-    theirs.decoder.decoder_projector.weight.mul_(3)
-    theirs.joint.head.bias[LABELS] += 2
-    # Among themselves durations stay as likely; its `generate` takes them for symbols otherwise.
-    theirs.joint.head.bias[LABELS + 1 :] -= 100
-    head = Transducer(
-        TransducerConfig(width=8, joint=8, layers=2, durations=(0, 1, 2, 3)), 16, LABELS
-    ).eval()
-    named = {
-        "encoder_projection": theirs.encoder_projector,
-        "predictor.embedding": theirs.decoder.embedding,
-        "predictor.lstm": theirs.decoder.lstm,
-        "predictor_projection": theirs.decoder.decoder_projector,
-        "output": theirs.joint.head,
-    }
-    for name, module in named.items():
-        head.get_submodule(name).load_state_dict(module.state_dict())
-    lengths = [400, 160, 320, 96]
-    features = torch.randn(4, max(lengths), 16)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    encoded = theirs.encoder(features, attention_mask=mask, output_attention_mask=True)
-    frames = encoded.attention_mask.sum(1).tolist()
-    packed = pack([x[:n] for x, n in zip(encoded.last_hidden_state, frames, strict=True)])
-    result = transducer_greedy(head, packed, 100)
-    different, occurred = set(), set()
-    generated = theirs.generate(features, attention_mask=mask, max_new_tokens=500)
-    for labels, row, passed, n in zip(
-        result, generated.sequences.tolist(), generated.durations.tolist(), frames, strict=True
-    ):
-        steps, at = [], 0
-        # Rows that are at their end go on until the last one is.
-        for symbol, lasts in zip(row[1:], passed[1:], strict=True):
-            if at < n:
-                occurred.add((symbol == LABELS, lasts))
-            if at < n and symbol != LABELS:
-                steps.append(symbol)
-            at += lasts
-        assert at >= n, "the test needs searches that end"
-        assert labels == steps
-        different.add(tuple(labels))
-    assert len(different) == 4
-    assert occurred >= {(False, 0), (False, 1), (False, 2), (False, 3), (True, 1), (True, 3)}
-
-
 def likelihood(head: Transducer, encoded: PackedSequence, texts: list[list[int]]) -> float:
     """By the loss: the sum over all paths."""
     labels = pack([torch.tensor(text, dtype=torch.int64) for text in texts])
@@ -212,17 +146,3 @@ def test_there_is_a_transcript_though_labels_would_skip_the_end() -> None:
     head.output.bias[-1] += 20
     for labels in transducer_texts(head, make_frames(3, 1, 2), 2, [3] * 3):
         assert len(labels) <= 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_a_state_read_label_by_label_is_that_of_the_transcript(kind) -> None:
-    head = head_of(kind)
-    message = torch.randint(LABELS, (2, 5))
-    labels = pack(list(message))
-    whole = head.predictor_projection(head.predictor(labels.values, labels.layout)).view(2, 6, -1)
-    predicted, state = head.begin(2)
-    for n in range(5):
-        torch.testing.assert_close(predicted, whole[:, n])
-        predicted, state = head.step(message[:, n], state)
-    torch.testing.assert_close(predicted, whole[:, 5])
