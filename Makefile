@@ -25,7 +25,7 @@ PROCESS_TESTS := tests/distributed tests/faults \
   tests/training/test_weight_copies.py::test_ranks_exchange_the_gradients_of_autocast \
   $(addprefix tests/training/test_, $(addsuffix .py, \
   adascale async_checkpoints batch_division exactness faults gossip_training limits lora oom_recovery_ranks \
-  parallel run_lock sharding signals untranscribed_ranks watchdog))
+  parallel run_lock sharding signals unfreezing untranscribed_ranks watchdog))
 
 .PHONY: demo demo-transducer test test-all test-processes faults fuzz audit lint bench gpu wheels clean help
 

@@ -74,7 +74,7 @@ def build_model(
             f"{language_model.vocab_size} tokens of the language model, but has "
             f"{vocab_size}: use the tokenizer of its folder."
         )
-    prepare_weights(model, config, source, is_resumed=saved is not None)
+    prepare_weights(model, config, source, saved)
     return model.to(device).train()
 
 

@@ -138,6 +138,8 @@ class LoopConfig:
             the first trained parameter has a backward. Modules without trained parameters are in
             evaluation mode: their batch norms use, and keep, their statistics, and they have no
             dropout. SpecAugment stays.
+        freeze_steps: Steps after which ``freeze`` ends and all is trained; null for never. The run
+            is set up anew there, from a checkpoint.
         ema_decay: Decay of an average of the weights, which is validated and published; null for
             none.
         ema_reference_micro_batches: The micro-batches of a step, over all ranks, that ``ema_decay``
@@ -195,6 +197,7 @@ class LoopConfig:
     bfloat16_weights: bool | Literal["auto"] = "auto"
     clip: float = 1.0
     freeze: tuple[str, ...] = ()
+    freeze_steps: int | None = None
     ema_decay: float | None = None
     ema_reference_micro_batches: int | None = None
     teacher: TeacherConfig | None = None
@@ -245,11 +248,15 @@ class LoopConfig:
             raise ValueError(f"`ema_decay` must lie between 0 and 1, but is {self.ema_decay}.")
         for name in (
             *("max_steps", "max_epochs", "patience", "stop_at", "threads"),
-            "ema_reference_micro_batches",
+            *("ema_reference_micro_batches", "freeze_steps"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1 or null, but is {value}.")
+
+    def frozen_at(self, step: int) -> tuple[str, ...]:
+        """Return the patterns of ``freeze`` that hold after ``step`` updates."""
+        return self.freeze if self.freeze_steps is None or step < self.freeze_steps else ()
 
     @property
     def known_steps(self) -> int:

@@ -153,6 +153,7 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("schedule.flat_fraction", "schedule.name", ("is", ("flat_cosine",))),
     ("schedule.min_ratio", "schedule.name", ("is not", ("constant",))),
     ("training.patience", "data.validation", _GIVEN),
+    ("training.freeze_steps", "training.freeze", _GIVEN),
     ("training.ema_reference_micro_batches", "training.ema_decay", _GIVEN),
     ("training.local_sgd.*", "training.strategy", ("is", ("local_sgd",))),
     ("training.hierarchical.*", "training.strategy", ("is", ("hierarchical",))),
@@ -347,6 +348,11 @@ def _check_strategy(config: TrainConfig) -> None:
         raise ValueError(
             "`training.max_epochs` must be null with optimizer.adascale, whose steps count as "
             f"several, but is {config.training.max_epochs}: set training.max_steps."
+        )
+    if strategy in ASYNCHRONOUS and config.training.freeze_steps is not None:
+        raise ValueError(
+            f"`training.freeze_steps` must be null with training.strategy {strategy}, whose "
+            f"learners have no step in common, but is {config.training.freeze_steps}."
         )
     for name in INTERVALS:
         value = getattr(config.training, name)

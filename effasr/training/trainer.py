@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -21,6 +22,7 @@ from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context
 from effasr.evaluation.wer import total
 from effasr.nn.lora import merged
+from effasr.nn.parameters import matching
 from effasr.training import build
 from effasr.training.checkpointing.resume import Saved, identity
 from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints
@@ -97,8 +99,14 @@ def _run(config: TrainConfig) -> int:
                 log.warning("stopped before a step was made; the same command begins again")
                 raise
             try:
-                with run_log.display, checkpoints:
-                    trainer.train(stop)
+                while True:
+                    with run_log.display, checkpoints:
+                        step = trainer.train(stop)
+                    if step is None:
+                        break
+                    path = checkpoints.path(step)
+                    resolved = replace(resolved, saved=Saved(path, checkpoints.read(path)))
+                    trainer = Trainer(resolved, context, run_log, checkpoints)
             except TrainingFailed as error:
                 run_log.show(f"failed: {error}")
                 return 1
@@ -185,8 +193,11 @@ class Trainer:
             self._restore(resolved.saved)
         self._open_log()
 
-    def train(self, stop: StopRequest) -> None:
-        """Train until the last step, or until a rank was asked to stop."""
+    def train(self, stop: StopRequest) -> int | None:
+        """Train until the last step, or until a rank was asked to stop.
+
+        Return the step at which all is trained from now on, from the checkpoint there.
+        """
         strategy, progress = self.strategy, self.progress
         self._stop = stop
         self._describe()
@@ -218,6 +229,12 @@ class Trainer:
                 if progress.is_best or strategy.is_stopping or must_save or self._has_no_progress:
                     self._save()
         self.checkpoints.wait()
+        settings, context = self.config.training, self.strategy.context
+        if progress.step == settings.freeze_steps and not self._is_finished:
+            asked = bool(stop) or progress.step == settings.stop_at
+            if not any(context.all_gather(asked)):
+                self.log.show(f"step {progress.step}: training.freeze ends")
+                return progress.step
         count = self.metrics.skipped
         skipped = f"; {count} updates were skipped, see skipped.jsonl" if count else ""
         if not self._is_finished or progress.must_validate:
@@ -229,6 +246,7 @@ class Trainer:
         else:
             reason = f"{self._patience_line}; " if self._has_no_progress else ""
             self.log.show(f"{reason}done: {self.log.directory.path}{skipped}")
+        return None
 
     def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:
         """Make a step or synchronize; return whether all ranks are at the same step now."""
@@ -470,7 +488,9 @@ class Trainer:
         if progress.is_best and self.strategy.context.is_main:
             # The run may have been killed between writing the checkpoint and marking it.
             self.checkpoints.mark_best(progress.step)
-        self._optimizer_state().load(state["optimizer"], saved.path / TENSORS)
+        names, frozen = dict(self.model.named_parameters()), self.config.training.freeze
+        before = matching(names, frozen, "training.freeze")
+        self._optimizer_state().load(state["optimizer"], saved.path / TENSORS, before)
         for name, component in self._components().items():
             if component is not None and state.get(name) is not None:
                 component.load_state_dict(state[name])

@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 
 def prepare_weights(
-    model: ASRModel, config: TrainConfig, source: Path | None, *, is_resumed: bool
+    model: ASRModel, config: TrainConfig, source: Path | None, saved: Saved | None
 ) -> None:
     """Read the weights of a model directory, add adapters, and set which parameters are trained.
 
     A run that is resumed has its adapters in its checkpoint.
     """
-    if is_resumed:
+    if saved is not None:
         assert source is not None
-        _select_trained(model, config)
+        _select_trained(model, config, saved.state["step"])
         checkpoint.load_weights(model, source)
         return
     # Parts that are initialised by the seed, and so have to be trained.
@@ -60,15 +60,15 @@ def prepare_weights(
                 checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
             if source_model.text_encoder is None:
                 initialised.append("text_encoder")
-    _select_trained(model, config)
+    _select_trained(model, config, 0)
     _check_trains(model, config, initialised)
 
 
-def _select_trained(model: ASRModel, config: TrainConfig) -> None:
+def _select_trained(model: ASRModel, config: TrainConfig, step: int) -> None:
     if config.lora is not None:
         adapt(model, config.lora)
-    elif config.training.freeze:
-        freeze(model, config.training.freeze, "training.freeze")
+    elif frozen := config.training.frozen_at(step):
+        freeze(model, frozen, "training.freeze")
 
 
 def _check_trains(model: ASRModel, config: TrainConfig, parts: Sequence[str]) -> None:

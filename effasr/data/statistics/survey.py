@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -222,17 +222,18 @@ def survey(
     paths: Iterable[str | Path],
     *,
     language: str = "en",
+    most: int | None = None,
     untranscribed: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Survey:
-    """Count the utterances of manifests with audio.
+    """Count the utterances of manifests with audio, or the first ``most`` of each.
 
     Audio files are opened only where a manifest gives no duration, and only their headers. With
     ``untranscribed``, utterances may lack a text; these are not counted.
     """
     counts, read = Survey(), 0
     for path in paths:
-        for utterance in _utterances(path, language, untranscribed):
+        for utterance in _utterances(path, language, most, untranscribed):
             read += 1
             progress(read)
             if utterance[1] or not untranscribed:
@@ -241,9 +242,10 @@ def survey(
 
 
 def _utterances(
-    path: str | Path, language: str, untranscribed: bool
+    path: str | Path, language: str, most: int | None, untranscribed: bool
 ) -> Iterator[tuple[Prompt, str, float, str | None]]:
-    for name, utterance in named(path, language=language, untranscribed=untranscribed):
+    utterances = named(path, language=language, untranscribed=untranscribed)
+    for name, utterance in islice(utterances, most):
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
             yield utterance.prompt, utterance.text, utterance.duration, utterance.speaker
         else:

@@ -120,6 +120,9 @@ def _without_weights(config: TrainConfig) -> TrainConfig:
     if settings is not None:
         settings = replace(settings, weights="random")
         config = replace(config, model=replace(config.model, language_model=settings))
+    if config.training.freeze_steps is not None:
+        # The budget is that of the steps that train everything.
+        config = replace(config, training=replace(config.training, freeze=(), freeze_steps=None))
     return replace(config, init_from=None)
 
 

@@ -125,7 +125,10 @@ def describe(
         "vocab_size": vocab_size,
         "loss": configuration.to_mapping(config.loss),
         "optimizer": [config.optimizer.name, config.optimizer.implementation],
-        "trained": [list(training.freeze), config.lora and configuration.to_mapping(config.lora)],
+        "trained": [
+            list(training.freeze) if training.freeze_steps is None else [],
+            config.lora and configuration.to_mapping(config.lora),
+        ],
         "training": {
             "precision": training.precision,
             "compile": training.compile,

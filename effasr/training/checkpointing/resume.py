@@ -18,7 +18,9 @@ log = logging.getLogger(__name__)
 _DECISIVE = ("seed", "model", "data", "lora")
 """Sections of a configuration that determine the weights and the order of the data."""
 
-_DECISIVE_BESIDE = frozenset({"optimizer.exempt", "optimizer.name", "training.freeze"})
+_DECISIVE_BESIDE = frozenset(
+    {"optimizer.exempt", "optimizer.name", "training.freeze", "training.freeze_steps"}
+)
 """Fields of other sections that do too: the optimizer groups and numbers parameters by them."""
 
 _HARMLESS = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,14 +82,23 @@ class OptimizerState:
             tensors |= {f"trained/{name}": value for name, value in self._trained.items()}
         return state | {"state": small}, tensors
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, state: Mapping[str, Any], folder: Path, frozen: Collection[str] = ()) -> None:
         """Continue from small values, and the tensors in a folder.
 
-        The model has the published weights already; those in the folder replace them.
+        The model has the published weights already; those in the folder replace them. If
+        parameters of the names ``frozen`` were not trained before, they begin without moments.
         """
-        rows = {index: dict(row) for index, row in state["state"].items()}
         groups, tensors = self._optimizer.param_groups, {}
         parameters = [parameter for group in groups for parameter in group["params"]]
+        # The parameters that the saved indices stand for.
+        numbers = list(range(len(parameters)))
+        if sum(len(group["params"]) for group in state["param_groups"]) < len(parameters):
+            names = {parameter: name for name, parameter in self._trained.items()}
+            numbers = [n for n in numbers if names[parameters[n]] not in frozen]
+            counts = {k: v for k, v in state["param_groups"][0].items() if k == "step"}
+            groups = [group | counts for group in self._optimizer.state_dict()["param_groups"]]
+            state = {**state, "param_groups": groups}
+        rows = {numbers[index]: dict(row) for index, row in state["state"].items()}
         described = tensor_files.describe(folder).items() if folder.is_dir() else ()
         for name, (shape, dtype) in described:
             kind, _, remainder = name.partition("/")
@@ -97,12 +106,13 @@ class OptimizerState:
                 tensors[name] = self._trained[remainder].detach()
                 continue
             index, _, moment = remainder.partition("/")
-            like = parameters[int(index)]
+            number = numbers[int(index)]
+            like = parameters[number]
             if like.shape == shape:
                 tensors[name] = torch.zeros_like(like, dtype=dtype)
             else:
                 tensors[name] = torch.zeros(shape, dtype=dtype, device=like.device)
-            rows.setdefault(int(index), {})[moment] = tensors[name]
+            rows.setdefault(number, {})[moment] = tensors[name]
         if tensors:
             tensor_files.read(tensors, folder)
         restore_optimizer(self._optimizer, {**state, "state": rows})

@@ -140,6 +140,8 @@ class RunDirectory:
         _replace(self.path / RUN_CONFIG, with_checksum_line(config))
         for name in _GROWING:
             self._sums[name] = _truncate(self.path / name, step, self._expected.get(name))
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -170,7 +170,8 @@ class SynchronousStrategy:
 
     def must_stop(self, stop: StopRequest, progress: RunProgress) -> bool:
         """Return whether this rank requests a stop after the step that begins now."""
-        return bool(stop) or progress.step + 1 == self._config.training.stop_at
+        settings = self._config.training
+        return bool(stop) or progress.step + 1 in (settings.stop_at, settings.freeze_steps)
 
     def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
         progress.step += 1

@@ -195,6 +195,6 @@ def test_a_survey_of_manifests_opens_no_audio_that_it_need_not(tmp_path):
     path = tmp_path / "m.jsonl"
     row = {"audio_filepath": "gone.wav", "duration": 1.5, "speaker": "x"}
     write_lines(path, [row | {"text": f"text {n}"} for n in range(5)])
-    assert survey([path, path]).utterances == 10
+    assert survey([path, path], most=3).utterances == 6
     assert survey([path]).hours == pytest.approx(7.5 / 3600)
     assert survey([path]).speakers == {"x"}
