@@ -42,7 +42,7 @@ class Suppression:
     def likeliest(
         self, decoder: Decoder, hidden: Tensor, begins: Tensor, classes: int | None = None
     ) -> Tensor:
-        """Choose the best allowed token (N,) of hidden rows (N, width), without a wait."""
+        """Choose the best allowed token (N,) of rows (N, width), without waiting for the device."""
         # Among the best n + 1 tokens, with n tokens to avoid, at least one is allowed.
         count = len(self.begin) + 1
         _, best = projected_top_k(

@@ -63,7 +63,7 @@ class PlanRequest:
         token_budget: int | None = None,
         max_duration: float | None = None,
     ) -> PlanRequest:
-        """Read a recipe, of which these arguments override fields, and speech manifests."""
+        """Read a recipe; these arguments override its fields, and its manifests of speech."""
         settings = config.load(TrainConfig, recipe or _MODEL)
         model = resolve_config(settings, None).model
         data = settings.data if recipe else DataConfig()

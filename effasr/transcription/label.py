@@ -192,7 +192,7 @@ def _is_segment(segment: Any) -> bool:
 
 
 def checked(source: Source) -> Source:
-    """Return a recording, with a problem if no manifest can name it: before long work."""
+    """Return a recording, with a problem if no manifest can name it, before it is transcribed."""
     return source if source.problem is not None else replace(source, problem=_problem(source))
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.decode_attention import DecodeArguments
-from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors
+from effasr_kernels.runtime.launch import ceil_div, launch, multiprocessors, unit_stride
 from effasr_kernels.shared.paged import refuse_pages
 
 _WIDEST = 256
@@ -97,11 +97,8 @@ def _attend(
     splits: int,
 ) -> None:
     """Launch the kernel that writes ``out``, or ``partial`` and ``statistics``."""
-    # The kernels need contiguous channels.
-    q = a.q if a.q.stride(2) == 1 else a.q.contiguous()
-    new_k, new_v = (
-        x if x is None or x.stride(2) == 1 else x.contiguous() for x in (a.new_k, a.new_v)
-    )
+    q = unit_stride(a.q)
+    new_k, new_v = (None if x is None else unit_stride(x) for x in (a.new_k, a.new_v))
     k_pages, v_pages, page_table = a.k_pages, a.v_pages, a.page_table
     (count, heads, width), (sequences, columns) = q.shape, page_table.shape
     (pages, size, key_heads), block_d = k_pages.shape[:3], _padded(width)

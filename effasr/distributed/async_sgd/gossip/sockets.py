@@ -205,7 +205,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _let_go() -> None:
-    """Close connections in a forked process, for whose end neighbours would wait, too."""
+    """Close connections in a forked process: neighbours would otherwise wait for its end."""
     for transport in _transports:
         for connection in transport._connections.values():
             connection.close()

@@ -121,40 +121,7 @@ class _MaskedGradient(Function):
         return grad.masked_fill(outside, 0), None
 
 
-def guarded(
-    function: Callable[..., Any] | str, a: AttentionArguments, *, reads_beyond: bool
-) -> Tensor:
-    """Call a deterministic ``flash_attn_varlen_func``, and zero the rows outside all sequences."""
-    # If it ``reads_beyond``, it loads rows past the end of a sequence and multiplies them by zero,
-    # so that these rows must be finite.
-    if isinstance(function, str):
-        raise RuntimeError(function)
-    layout_q, layout_k = a.layout_q, a.layout_k
-    if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
-        return zeroed(a.q)
-    outside_q, outside_k = outside(layout_q, layout_k), outside(layout_k, layout_q)
-
-    def masked(x: Tensor, rows: Tensor) -> Tensor:
-        return x.masked_fill(rows, 0) if reads_beyond else _MaskedGradient.apply(x, rows)  # type: ignore[return-value]
-
-    y = function(
-        q=masked(a.q, outside_q),
-        k=masked(a.k, outside_k),
-        v=masked(a.v, outside_k),
-        cu_seqlens_q=layout_q.cu_seqlens,
-        cu_seqlens_k=layout_k.cu_seqlens,
-        max_seqlen_q=layout_q.max_seqlen_bound,
-        max_seqlen_k=layout_k.max_seqlen_bound,
-        softmax_scale=a.scale,
-        causal=a.causal,
-        deterministic=True,
-    )
-    # Some versions also return the log-sum-exp.
-    y = y[0] if isinstance(y, tuple) else y
-    return y.masked_fill(outside_q, 0)
-
-
-# The arguments that `guarded` passes
+# The arguments that `FlashAttention.run` passes
 _OFFSETS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 PARAMETERS = "q", "k", "v", *_OFFSETS, "softmax_scale", "causal", "deterministic"
 
@@ -163,7 +130,9 @@ PARAMETERS = "q", "k", "v", *_OFFSETS, "softmax_scale", "causal", "deterministic
 class FlashAttention:
     module: str  # module of its `flash_attn_varlen_func`
     package: str  # name of the package to install
-    reads_beyond: bool  # see `guarded`
+    # Whether it loads rows past the end of a sequence and multiplies them by zero, so that these
+    # rows must be finite
+    reads_beyond: bool
     refusal: Callable[[AttentionArguments], str | None] = lambda a: None  # why it cannot compute it
 
     def unsupported_reason(self, a: AttentionArguments) -> str | None:
@@ -173,9 +142,35 @@ class FlashAttention:
         return refusal(a) or self.refusal(a)
 
     def run(self, a: AttentionArguments) -> Tensor:
-        return guarded(self._find(), a, reads_beyond=self.reads_beyond)
+        """Call it deterministically, and zero the rows outside all sequences."""
+        function = self._find()
+        if isinstance(function, str):
+            raise RuntimeError(function)
+        layout_q, layout_k = a.layout_q, a.layout_k
+        if not (layout_q.max_seqlen_bound and layout_k.max_seqlen_bound):
+            return zeroed(a.q)
+        outside_q, outside_k = outside(layout_q, layout_k), outside(layout_k, layout_q)
 
-    def _find(self) -> Callable[..., object] | str:
+        def masked(x: Tensor, rows: Tensor) -> Tensor:
+            return x.masked_fill(rows, 0) if self.reads_beyond else _MaskedGradient.apply(x, rows)  # type: ignore[return-value]
+
+        y = function(
+            q=masked(a.q, outside_q),
+            k=masked(a.k, outside_k),
+            v=masked(a.v, outside_k),
+            cu_seqlens_q=layout_q.cu_seqlens,
+            cu_seqlens_k=layout_k.cu_seqlens,
+            max_seqlen_q=layout_q.max_seqlen_bound,
+            max_seqlen_k=layout_k.max_seqlen_bound,
+            softmax_scale=a.scale,
+            causal=a.causal,
+            deterministic=True,
+        )
+        # Some versions also return the log-sum-exp.
+        y = y[0] if isinstance(y, tuple) else y
+        return y.masked_fill(outside_q, 0)
+
+    def _find(self) -> Callable[..., Any] | str:
         # Positions of arguments differ between versions, so they are passed by name.
         name = "flash_attn_varlen_func"
         return find(self.module, name, self.package, PARAMETERS)

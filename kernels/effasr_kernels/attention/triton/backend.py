@@ -25,7 +25,7 @@ from effasr_kernels.attention.triton.delta import row_delta
 from effasr_kernels.attention.triton.forward import attention_forward
 from effasr_kernels.attention.triton.relative import bounds, relative_backward, relative_scores
 from effasr_kernels.attention.triton.rotary import angle_table, rotated
-from effasr_kernels.runtime.launch import capability, launch
+from effasr_kernels.runtime.launch import capability, launch, unit_stride
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
 from effasr_kernels.shared.dropout import seed_tensor
 from effasr_kernels.shared.joined import empty_gradients
@@ -162,10 +162,7 @@ class _Rows:
 
 def _prepare(a: AttentionArguments, narrowness: float | None, rows: _Rows | None = None) -> _Call:
     """Make the arguments of the kernels: of the backward with ``rows``, of the forward without."""
-    q, k, v = a.q, a.k, a.v
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    k = k if k.stride(-1) == 1 else k.contiguous()
-    v = v if v.stride(-1) == 1 else v.contiguous()
+    q, k, v = map(unit_stride, (a.q, a.k, a.v))
     heads, width = q.shape[1:]
     angles, in_kernel = None, False
     if a.rotary is not None and (channels := a.rotary.rotated(width)):

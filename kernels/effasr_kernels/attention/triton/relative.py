@@ -25,7 +25,7 @@ from effasr_kernels.attention.triton.config import padded_width
 from effasr_kernels.attention.triton.delta import rows_of_block
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.counters import program_counters
-from effasr_kernels.runtime.launch import capability, ceil_div, launch
+from effasr_kernels.runtime.launch import capability, ceil_div, launch, unit_stride
 from effasr_kernels.runtime.tiles import count_tiles, tile_table
 from effasr_kernels.shared.partial_sums import summed
 
@@ -64,7 +64,7 @@ def relative_scores(
     ``layout_k.max_seqlen_bound``. Before and past the keys that it sees a row is finite in the rest
     of a group of 8 columns; the other columns and the tail are undefined.
     """
-    q, table = _dense_rows(q), _dense_rows(table)
+    q, table = unit_stride(q), unit_stride(table)
     heads, width = q.shape[1:]
     out = q.new_empty(layout_q.rows, heads, bias_width(layout_k.max_seqlen_bound))
     block_m, block_w, warps, stages = _blocks_of_scores(q.dtype, padded_width(width))
@@ -100,7 +100,7 @@ def relative_backward(
     """Compute the gradients of the scores of `RelativeBias`, except for the keys' gradient."""
     # Returns the gradients of ``q``, (T_q, H, D), zero in the tail; of the content and the position
     # bias, (H, D) each; and of the table, (2 L - 1, H, D). In the dtype of ``q``.
-    q, k, table = _dense_rows(q), _dense_rows(k), _dense_rows(position.table)
+    q, k, table = unit_stride(q), unit_stride(k), unit_stride(position.table)
     heads, width = q.shape[1:]
     block_m, block_n, block_w, warps = _blocks_of_grad_queries(q.dtype, padded_width(width))
     tiles = _tiles(layout_q, block_m)
@@ -194,10 +194,6 @@ def _options(width: int, block_m: int, block_w: int, warps: int, stages: int) ->
 def _tiles(layout: PackedLayout, block_m: int) -> int:
     """Number of tiles of every second query: twice as many as of adjacent queries."""
     return _STEP * count_tiles(layout.rows, layout.num_sequences, _STEP * block_m)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:
