@@ -277,7 +277,8 @@ class Listener:
                 )
         except OSError as error:
             connection.close()
-            self._count(address[0], str(error))
+            with self._lock:
+                self._count(address[0], str(error))
             return
         with self._lock:
             self._pending[connection] = ""
