@@ -81,11 +81,12 @@ def test_a_batch_of_1024_takes_less_than_2_gb(durations: tuple[int, ...] | None)
     assert inputs + peak < 1.9e9, (inputs, peak)
 
 
-def test_gradients_are_all_that_grows_with_the_batch() -> None:
-    inputs, peak = _peak(64, ("encoded", "predicted"))
-    twice, other = _peak(128, ("encoded", "predicted"))
+@pytest.mark.parametrize("durations", [None, (0, 1, 2, 3, 4)], ids=["rnnt", "tdt"])
+def test_gradients_are_all_that_grows_with_the_batch(durations: tuple[int, ...] | None) -> None:
+    inputs, peak = _peak(64, ("encoded", "predicted"), durations)
+    twice, other = _peak(128, ("encoded", "predicted"), durations)
     assert abs(other - peak) < 2**16, (peak, other)
     assert twice == 2 * inputs
-    _, plain = _peak(64, ())
+    _, plain = _peak(64, (), durations)
     # Without gradients of its own size the backward takes less than the forward.
     assert plain - peak > 0.8 * inputs, (plain, peak, inputs)

@@ -4,17 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels import Context, PackedLayout, RelativeBias, Rotary, attention
-from effasr_kernels.runtime.launch import launch, recording
+from effasr_kernels.runtime.launch import recording
 from effasr_kernels.shared.joined import unbind_parts
-from effasr_kernels.shared.philox import keep_mask
 from tests.support import operation_cases
 from tests.support.operation_cases import position_for
-from tests.support.philox import kept_weights
 
 HEADS = 2
 
@@ -99,62 +95,6 @@ def test_a_context_drops_the_same_weights_forward_and_backward(
         one_hot[key] = 1
         expected = call(one_hot)[:, 0, 0].sum()
         torch.testing.assert_close(grad[key, 0, 0], expected, rtol=1e-4, atol=1e-5)
-
-
-@triton.jit
-def _write_mask(
-    out,
-    seed,
-    probability,
-    SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    row, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
-    keep = keep_mask(tl.load(seed), 3, 1, row, column, probability, BLOCK_M, BLOCK_N)
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
-    columns = column + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(out + rows * SIZE + columns, keep.to(tl.int8))
-
-
-@pytest.mark.parametrize("blocks", [(16, 16), (64, 16), (16, 128), (128, 64)])
-@pytest.mark.representative(blocks=[(64, 16), (16, 128)])
-def test_draws_the_same_in_tiles_of_any_shape(
-    blocks: tuple[int, int], device: torch.device
-) -> None:
-    size, seed, probability = 128, 2**45 + 9, 0.3
-    mask = torch.empty(size, size, dtype=torch.int8, device=device)
-    grid = size // blocks[0], size // blocks[1]
-    seeds = torch.tensor([seed], device=device)
-    launch(
-        _write_mask, grid, mask, seeds, probability, SIZE=size, BLOCK_M=blocks[0], BLOCK_N=blocks[1]
-    )
-    expected = kept_weights(seed, 3, 2, size, size, probability)[1]
-    assert torch.equal(mask.cpu().bool(), expected)
-    # Three standard deviations.
-    share = mask.double().mean().item()
-    assert abs(share - 0.7) < 3 * (0.3 * 0.7) ** 0.5 / size
-
-
-@pytest.mark.parametrize("kind", ["none", "rotary", "part", "relative"])
-@pytest.mark.representative(kind="relative")
-def test_tile_tables_change_no_bit(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    lengths = (70, 0, 5)
-    layout = PackedLayout.from_lengths(lengths, device, rows=90, num_sequences=5)
-    narrow = {"dtype": dtype, "device": device}
-    q, k, v, upstream = (torch.randn(90, HEADS, 16, **narrow) for _ in range(4))
-    positions = {"none": None, "rotary": Rotary(100.0), "part": Rotary(100.0, 0.5)}
-    if kind == "relative":
-        biases = (torch.randn(HEADS, 16, **narrow) for _ in range(2))
-        positions[kind] = RelativeBias(*biases, torch.randn(139, HEADS, 16, **narrow))
-    found = []
-    for of in (layout, layout.with_tile_tables()):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        options = {"position": positions[kind], "dropout": 0.25, "seed": 3, "backend": "triton"}
-        y = attention(*leaves, of, **options)
-        found.append([y, *torch.autograd.grad(y, leaves, upstream)])
-    for plain, tabled in zip(*found, strict=True):
-        assert torch.equal(plain, tabled)
 
 
 def test_layers_share_tile_tables(device: torch.device) -> None:

@@ -26,50 +26,50 @@ def _reference(batch: Paged, **new: Tensor) -> Tensor:
     return decode_attention(*batch.arguments, backend="reference", **new)  # type: ignore[arg-type]
 
 
-def _check(batch: Paged, dtype: torch.dtype, device: torch.device, splits: int | None) -> None:
-    """Compare; what no sequence has is NaN, and its pages do not exist."""
-    narrow = batch.to("cpu", dtype)
-    gold = _reference(narrow.to("cpu", torch.float64))
-    baseline = _reference(narrow)
-    found = _kernel(narrow.to(device, dtype), splits=splits).cpu()
-    assert_no_worse(found, gold, baseline)
+_CASES = [
+    *((AWKWARD, {"size": 8, "hypotheses": 1, "width": 24}, n) for n in (1, 5)),
+    ((), {"columns": 2}, None),
+    *((AWKWARD, {"size": 8, "hypotheses": 3, "width": 24}, n) for n in (2, 1)),
+    # Heads share keys.
+    *(
+        (AWKWARD, {"size": 8, "hypotheses": hypotheses, "share": share, "width": width}, 2)
+        for hypotheses, share, width in ((1, 4, 24), (3, 2, 16), (1, 20, 16))
+    ),
+    # Any width and number of hypotheses.
+    *(
+        ((3, 20), {"size": 16, "hypotheses": hypotheses, "width": width, "heads": 1}, None)
+        for hypotheses, width in ((5, 80), (2, 200), (1, 1), (1, 130), (17, 16))
+    ),
+    # Tiles lie within a page, or not; there are more pages than are needed.
+    *(
+        ((33, 70), {"size": size, "columns": columns, "hypotheses": hypotheses, "heads": 1}, 2)
+        for size, columns, hypotheses in (
+            *((32, 3, 1), (1, 70, 1), (75, 1, 2), (32, 3, 2), (1, 70, 2), (75, 1, 1)),
+        )
+    ),
+]
+_PUSHED = (0, 2, 3, 5, 8, 9, 13, 14, 15)
 
 
-@pytest.mark.parametrize(("hypotheses", "splits"), [(1, 1), (3, 1), (1, 5), (3, 2), (2, 8)])
-@pytest.mark.representative(hypotheses=1, splits=1)
-@pytest.mark.representative(hypotheses=3, splits=2)
+@pytest.mark.parametrize(
+    ("of_keys", "options", "splits"),
+    [
+        pytest.param(*case, marks=[pytest.mark.extended] * (n not in _PUSHED))
+        for n, case in enumerate(_CASES)
+    ],
+    ids=str,
+)
 def test_matches_the_reference(
-    hypotheses: int, splits: int, dtype: torch.dtype, device: torch.device
+    of_keys: tuple[int, ...],
+    options: dict[str, int],
+    splits: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    _check(draw(AWKWARD, size=8, hypotheses=hypotheses, width=24), dtype, device, splits)
-
-
-@pytest.mark.parametrize("hypotheses", [1, 2])
-@pytest.mark.parametrize(("size", "columns"), [(32, 3), (1, 70), (75, 1)], ids=str)
-@pytest.mark.representative(size=[1, 32], hypotheses=1)
-@pytest.mark.representative(size=75, hypotheses=2)
-def test_pages_of_any_size(hypotheses: int, size: int, columns: int, device: torch.device) -> None:
-    """Tiles lie within a page, or not; there are more pages than are needed."""
-    batch = draw((33, 70), size=size, columns=columns, hypotheses=hypotheses, heads=1)
-    _check(batch, torch.float32, device, 2)
-
-
-@pytest.mark.parametrize(("hypotheses", "width"), [(1, 1), (1, 130), (5, 80), (17, 16), (2, 200)])
-@pytest.mark.representative(width=[80, 200])
-def test_any_width_and_number_of_hypotheses(
-    hypotheses: int, width: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    batch = draw((3, 20), size=16, hypotheses=hypotheses, width=width, heads=1)
-    _check(batch, dtype, device, None)
-
-
-@pytest.mark.parametrize(("hypotheses", "share", "width"), [(1, 4, 24), (3, 2, 16), (1, 20, 16)])
-@pytest.mark.representative(share=4)
-def test_heads_share_keys(
-    hypotheses: int, share: int, width: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    batch = draw(AWKWARD, size=8, hypotheses=hypotheses, share=share, width=width)
-    _check(batch, dtype, device, 2)
+    """What no sequence has is NaN, and its pages do not exist."""
+    narrow = draw(of_keys, **options).to("cpu", dtype)
+    found = _kernel(narrow.to(device, dtype), splits=splits).cpu()
+    assert_no_worse(found, _reference(narrow.to("cpu", torch.float64)), _reference(narrow))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,6 @@ def test_a_length_past_the_pages_counts_as_all(dtype: torch.dtype, device: torch
     batch = draw((16,), size=8).to(device, dtype)
     longer = replace(batch, lengths=torch.full_like(batch.lengths, 17))
     assert torch.equal(_kernel(longer), _kernel(batch))
-
-
-def test_nothing_at_all(device: torch.device) -> None:
-    batch = draw((), columns=2).to(device, torch.float32)
-    assert _kernel(batch).shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize(

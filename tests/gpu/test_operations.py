@@ -84,6 +84,11 @@ def _configs(name: str, span: int) -> list[Any]:
     return [config(span, 16, 16) if span == 8 else config(span, 16, 32, 4)] * 2
 
 
+_TILES = {"BLOCK_R": 16, "BLOCK_V": 16, "BLOCK_C": 16, "num_warps": 4, "num_stages": 2}
+_SMALL_TILES = {
+    "shared.projection:product_tiles": lambda *_: _TILES,
+    "shared.projection:_PROGRAMS": 6,
+}
 ACTIVATIONS = ("silu", "relu", "gelu")
 MODES = ("pre-norm, bias", "post-norm", "addition", "norm")
 OTHER_MODES = ("pre-norm", "post-norm, bias", "addition, bias")
@@ -128,6 +133,7 @@ CONTRACT: dict[str, list[Row]] = {
         Row((3, 4, 5, 6), {"classes": 2, "blank_id": 0, "transcripts": (3,) * 4}, dtypes=_FLOAT32),
         Row((0, 0, 3, 2, 1), {"transcripts": (0, 2, 0, 1, 0)}, dtypes=_FLOAT32),
         Row((13, 7), dtypes=_FLOAT32, patches={"shared.projection:chunk_rows": lambda _: 8}),
+        Row((13, 7), {"classes": 35}, patches=_SMALL_TILES),
     ],
     "depthwise_conv": [
         *_awkward(channels=5, taps=3, gated=True),
@@ -166,6 +172,17 @@ CONTRACT: dict[str, list[Row]] = {
                 {"width": 64, "classes": 256},
             ],
             4,
+        ),
+        # Many tiles in a small matrix, and up to six programs that share a row.
+        *_each(
+            (17, 33),
+            [
+                {"width": 7, "classes": 250, "label_smoothing": 0.1, "bias": False},
+                {"width": 40, "classes": 33, "z_loss": 0.01},
+                {"width": 16, "classes": 97, "label_smoothing": 0.1},
+            ],
+            2,
+            patches=_SMALL_TILES,
         ),
         # Several chunks, the last one short; the reference knows of none.
         Row(
@@ -230,6 +247,17 @@ VALUES: dict[str, list[Row]] = {
             1,
         ),
         Row((130, 67), {"heads": 1, "causal": True, "width": 16}),
+        *_each(
+            (70, 0, 5),
+            _values("position", "relative", "none", "rotary", "part", tables=True, width=16),
+            1,
+        ),
+        # Keys that no query is near, and a table that is longer than the distances.
+        *_each(
+            (5, 70, 0, 2, 1),
+            [{"position": "relative", "lengths_k": (40, 3, 4, 0, 1), "reach": 80, "width": 20}],
+        ),
+        Row((1, 3), {"position": "relative", "lengths_k": (75, 0), "heads": 1, "width": 20}),
         *(
             Row(
                 (3, 11),

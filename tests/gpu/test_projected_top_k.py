@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,42 +45,46 @@ def _check(
     assert all(len(set(row)) == k for row in indices.tolist())
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 70])
-@pytest.mark.representative(rows=[1, 17])
-def test_matches_the_reference(rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    _check(dtype, device, rows=rows, count=40)
+_PUSHED = [
+    *({"rows": 1, "count": 40}, {"rows": 17, "count": 40}, {"rows": 3, "k": 2, "bias": False}),
+    *({"rows": 3, "k": 16, "width": 144}, {"rows": 3, "k": 7, "count": 7}),
+]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"k": 2, "bias": False},
-        {"k": 16, "width": 144},
-        {"k": 5, "classes": 40},
-        {"k": 7, "count": 7},
-        {"k": 3, "count": 300, "width": 128},
-        {"width": 1, "count": 1},
+        *_PUSHED,
+        *({"rows": 16, "count": 40}, {"rows": 70, "count": 40}, {"rows": 3, "k": 5, "classes": 40}),
+        {"rows": 3, "k": 3, "count": 300, "width": 128},
+        {"rows": 3, "width": 1, "count": 1},
     ],
     ids=str,
 )
-@pytest.mark.representative(
-    options=[{"k": 2, "bias": False}, {"k": 16, "width": 144}, {"k": 7, "count": 7}]
-)
-def test_serves_any_options_and_widths(options: dict, device: torch.device) -> None:
-    _check(torch.float32, device, rows=3, **options)
-
-
-def test_parts_of_several_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(_triton, "_PROGRAMS", 1)
-    monkeypatch.setattr(_triton, "multiprocessors", lambda device: 2)
-    _check(torch.float32, device, rows=2, count=150, k=4)
-
-
-def test_what_is_merged_may_take_several_loads(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
+@pytest.mark.representative(options=_PUSHED)
+def test_matches_the_reference(
+    options: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
-    monkeypatch.setattr(_triton, "_BLOCK", 8)
-    _check(torch.float32, device, rows=2, count=100, k=5)
+    _check(dtype, device, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "patches"),
+    [
+        ({"count": 150, "k": 4}, {"_PROGRAMS": 1, "multiprocessors": lambda _: 2}),
+        ({"count": 100, "k": 5}, {"_BLOCK": 8}),
+    ],
+    ids=["parts of several tiles", "several loads to merge"],
+)
+def test_matches_the_reference_in_parts(
+    options: dict[str, int],
+    patches: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    for name, value in patches.items():
+        monkeypatch.setattr(_triton, name, value)
+    _check(torch.float32, device, rows=2, **options)
 
 
 def test_of_equal_logits_the_lower_class_comes_first(device: torch.device) -> None:
@@ -137,13 +143,13 @@ def test_a_row_depends_on_itself_alone_to_the_bit(dtype: torch.dtype, device: to
 
 
 def test_tensors_need_not_be_contiguous(dtype: torch.dtype, device: torch.device) -> None:
-    hidden = torch.randn(24, 3, device=device).to(dtype)
-    weight = torch.randn(50, 48, device=device).to(dtype)
-    strided = projected_top_k(hidden.t(), weight[:, ::2], k=2, backend="triton")
-    whole = projected_top_k(
-        hidden.t().contiguous(), weight[:, ::2].contiguous(), k=2, backend="triton"
-    )
-    assert all(map(torch.equal, strided, whole))
+    """Columns apart, and rows of wider tensors."""
+    hidden, weight = torch.randn(24, 48, device=device), torch.randn(50, 48, device=device)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    for pair in ((hidden.t()[:3], weight[:, ::2]), (hidden[:3, :24], weight[:, :24])):
+        strided = projected_top_k(*pair, k=2, backend="triton")
+        whole = projected_top_k(*(x.contiguous() for x in pair), k=2, backend="triton")
+        assert all(map(torch.equal, strided, whole))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

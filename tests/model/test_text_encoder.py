@@ -100,17 +100,6 @@ def test_speech_does_not_notice_the_text_encoder(model, config, examples, make_b
         assert not gradients[name].any()
 
 
-def test_a_model_without_text_encoder_is_drawn_as_before(config):
-    states = []
-    for text in (TEXT, None):
-        torch.manual_seed(5)
-        states.append(ASRModel(replace(config, text_encoder=text), VOCABULARY).state_dict())
-    torch.manual_seed(5)
-    without = ASRModel(replace(config, text_encoder=None), VOCABULARY).state_dict()
-    assert all(torch.equal(without[name], states[1][name]) for name in without)
-    assert states[0].keys() > states[1].keys()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_onednn")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -28,20 +27,6 @@ def test_self_attention_is_torch_multi_head_attention():
     torch.testing.assert_close(actual, expected[0], atol=1e-6, rtol=1e-5)
 
 
-def test_each_sequence_attends_to_itself_only():
-    torch.manual_seed(0)
-    layout = PackedLayout.from_lengths([4, 6], rows=12)
-    x = torch.randn(12, WIDTH)
-    embeddings = relative_sinusoids(6, WIDTH, torch.device("cpu"))
-    for module in (
-        SelfAttention(WIDTH, HEADS, HEAD, rotary=Rotary()),
-        RelativeSelfAttention(WIDTH, HEADS, HEAD),
-    ):
-        packed = module(x, layout, embeddings)
-        alone = module(x[4:10], PackedLayout.from_lengths([6]), embeddings)
-        torch.testing.assert_close(packed[4:10], alone)
-
-
 def test_positions_matter_only_where_they_are_asked_for():
     torch.manual_seed(0)
     layout = PackedLayout.from_lengths([6])
@@ -56,12 +41,6 @@ def test_positions_matter_only_where_they_are_asked_for():
     ):
         moved = module(x[order], layout, embeddings)
         assert (moved - module(x, layout, embeddings)[order]).abs().max() > 1e-3
-
-
-def test_relative_attention_needs_its_embeddings():
-    module = RelativeSelfAttention(WIDTH, HEADS, HEAD)
-    with pytest.raises(ValueError, match=r"`embeddings` must be.*relative_sinusoids"):
-        module(torch.zeros(2, WIDTH), PackedLayout.from_lengths([2]))
 
 
 def test_cross_attention_gives_the_penalty_only_on_request():

@@ -146,34 +146,3 @@ def test_a_language_model_of_any_family_is_adapted_in_all_its_layers(kind, field
     assert {name.rpartition(".")[2] for name in plain} == without
     assert len(plain) < len(linear)
     assert not isinstance(model.language_model.lm_head, LoRALinear)
-
-
-def test_a_language_model_without_linear_layers_needs_targets():
-    pytest.importorskip("transformers")
-    model = speech_llm("gpt2")
-    with pytest.raises(ValueError, match=r"`lora\.targets` must be given for a language model"):
-        adapt(model, LoRAConfig(rank=2))
-    adapt(model, LoRAConfig(rank=2, targets=("encoder.layers.*",)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rank": 0}, "`rank` must be at least 1, but is 0"),
-        ({"alpha": 0.0}, "`alpha` must be positive"),
-        ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\)"),
-        ({"targets": ()}, "`targets` must have at least one pattern"),
-    ],
-)
-def test_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
-        LoRAConfig(**settings)
-
-
-def test_patterns_are_checked():
-    with pytest.raises(ValueError, match=r"`lora.targets` .* 'linear' matches none.*'linear1'"):
-        adapt(Block(), LoRAConfig(targets=("linear",)))
-    with pytest.raises(ValueError, match=r"`lora.targets` .* 'norm' matches none"):
-        adapt(Block(), LoRAConfig(targets=("norm",)))
-    with pytest.raises(ValueError, match=r"`lora.also_train` .* 'nrom' matches none"):
-        adapt(Block(), LoRAConfig(also_train=("nrom",)))

@@ -6,7 +6,6 @@ from effasr.nn.positions import (
     PositionTables,
     decoder_sinusoids,
     relative_sinusoids,
-    sinusoids,
     whisper_sinusoids,
 )
 
@@ -30,13 +29,6 @@ def test_whisper_places_are_those_of_transformers():
     whisper = pytest.importorskip("transformers.models.whisper.modeling_whisper")
     theirs = whisper.sinusoids(1500, 24)
     assert torch.equal(whisper_sinusoids(torch.arange(1500), 24), theirs)
-
-
-def test_the_middle_row_is_distance_zero():
-    table = relative_sinusoids(4, 6, torch.device("cpu"))
-    assert table.shape == (7, 6)
-    assert torch.equal(table[3], torch.tensor([0.0, 1.0] * 3))
-    assert torch.equal(table[5], sinusoids(torch.tensor([2]), 6)[0])
 
 
 def test_a_table_is_computed_once_for_each_key():

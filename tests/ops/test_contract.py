@@ -6,48 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from effasr_kernels import OPERATIONS, Context
+from effasr_kernels import OPERATIONS
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.testing.conformance import CHECKS, Case, Variation, check_compiler, evaluate
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
-from tests.support.operation_cases import FACTORIES
+from tests.support.operation_cases import FACTORIES, OPTIONS
 
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "attention": [
-        *({"position": x} for x in ("none", "part", "relative")),
-        *({"position": x, "causal": True} for x in ("none", "part", "relative")),
-        *({"position": x, "lengths_k": "reversed"} for x in ("none", "part", "relative")),
-        *({"position": x, "context": Context(2, 0, 3)} for x in ("none", "rotary", "relative")),
-        *({"position": x, "context": Context(1, 2, 1)} for x in ("none", "rotary", "relative")),
-    ],
-    "batch_norm": [{}, {"silu": False}, {"fixed": True}],
-    "bias_activation_dropout": [
-        *({"activation": x} for x in ("silu", "relu", "gelu")),
-        {"bias": False},
-    ],
-    "ctc_loss": [{"classes": 5, "width": 3, "blank_id": x} for x in (0, 4)],
-    "depthwise_conv": [{}, {"taps": 4, "causal": True, "gated": True}, {"taps": 1}],
-    "dropout_add_layer_norm": [
-        {"mode": x} for x in ("pre-norm", "post-norm, bias", "addition", "norm")
-    ],
-    "gated_activation": [{"activation": x} for x in ("silu", "gelu", "gelu_tanh")],
-    "grouped_linear": [{}, {"bias": False}],
-    "guided_attention": [{"width": 3}],
-    "linear_cross_entropy": [{"label_smoothing": 0.1, "z_loss": 0.01}],
-    "rms_norm": [{"offset": 0}, {"offset": 1}],
-    "strided_depthwise": [{}, {"relu": True}],
-    "subsampling_stem": [{"per_slot": x, "differentiable": True} for x in (4, 8)],
-    "transducer_loss": [
-        {"classes": 5, "width": 3, **settings}
-        for settings in (
-            {"activation": "tanh"},
-            {},
-            {"fastemit": 0.1},
-            {"durations": (0, 1, 2, 3, 4), "sigma": 0.05},
-            {"durations": (1, 3), "fastemit": 0.1, "activation": "tanh"},
-        )
-    ],
-}
 CASES = [
     pytest.param(name, options, id=f"{name}-{', '.join(f'{k}={v}' for k, v in options.items())}")
     for name, rows in OPTIONS.items()

@@ -1,9 +1,8 @@
-"""The lattices on CPUs (`effasr_kernels.shared.lattice`), against sums in float64."""
+"""The lattices of transducers on CPUs, against sums in float64."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,7 @@ SHAPES = (
     *((1, 0), (1, 1), (2, 1), (1, 5), (6, 4), (3, 7), (9, 0), (40, 33), (20, 70), (70, 20)),
     *((3, 100), (100, 3), (31, 31), (32, 32), (33, 64), (0, 0)),
 )
-CTC_SHAPES = (
-    *((1, 0), (1, 1), (2, 1), (2, 2), (9, 4), (60, 20), (90, 40), (40, 0), (0, 0)),
-    *((130, 31), (130, 32), (130, 33), (150, 99), (0, 2), (1, 2), (1, 40), (3, 40), (70, 66)),
-)
 Planes = tuple[Tensor, Tensor]
-Transcript = tuple[Tensor, Tensor, Tensor]
 
 
 def _offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -127,85 +121,13 @@ def test_no_path_no_frames_and_nan() -> None:
     assert _transducer([(empty, empty)])[0][0] == 0.0
 
 
-def _random_transcript(frames: int, labels: int, classes: int = 6) -> Transcript:
-    """Scores, normalizers, and labels of which some repeat."""
-    scores = 2 * torch.randn(frames, labels + 1)
-    return scores, 3 + torch.randn(frames), torch.randint(1, classes, (labels,))
-
-
-def _ctc(
-    sequences: Sequence[Transcript],
-    *,
-    dtype: torch.dtype = torch.int64,
-    in_place: bool = False,
-    normalized: bool = False,
-) -> list[tuple[Tensor, Tensor]]:
-    """Log-likelihood and occupancies (T, U + 1) of each."""
-    frames, labels = ([len(x[i]) for x in sequences] for i in (0, 2))
-    cu_frames, cu_targets = _offsets(frames), _offsets(labels)
-    table = torch.full((sum(frames), max(labels) + 2), torch.nan)
-    for n, (scores, normalizer, _) in enumerate(sequences):
-        values = scores - normalizer[:, None] if normalized else scores
-        table[cu_frames[n] : cu_frames[n + 1], : values.shape[1]] = values
-    normalizers = None if normalized else torch.cat([x for _, x, _ in sequences])
-    targets = torch.cat([y for _, _, y in sequences]).to(dtype)
-    arguments = table, normalizers, targets, cu_frames, cu_targets
-    alone = lattice.ctc_log_likelihood(*arguments)
-    total, found = lattice.ctc_occupancies(*arguments, in_place=in_place)
-    assert torch.equal(alone.nan_to_num(nan=1.0), total.nan_to_num(nan=1.0))
-    return [
-        (total[n], found[cu_frames[n] : cu_frames[n + 1], : labels[n] + 1])
-        for n in range(len(sequences))
-    ]
-
-
-def _ctc_expected(sequence: Transcript) -> tuple[Tensor, Tensor]:
-    """Log-likelihood, and its gradient by log-probabilities (T, U + 1): the occupancies."""
-    scores, normalizer, labels = sequence
-    e = (scores.double() - normalizer.double()[:, None]).requires_grad_()
-    count = labels.shape[0]
-    # Infinities would make NaN in the gradient.
-    nothing = torch.full((count + 1,), -1e30, dtype=torch.float64)
-    blank, label = nothing.clone(), nothing[1:]
-    blank[0] = 0.0
-    differs = torch.ones(count, dtype=torch.bool)
-    differs[1:] = labels[1:] != labels[:-1]
-    for row in e:
-        advanced = torch.logaddexp(torch.cat([nothing[:1], label]), blank)
-        label = torch.logaddexp(label, torch.where(differs, advanced[:-1], blank[:-1])) + row[1:]
-        blank = advanced + row[0]
-    total = torch.logaddexp(blank[-1], label[-1]) if count else blank[-1]
-    if total < -1e29:
-        return torch.tensor(-torch.inf), torch.zeros_like(scores)
-    if not len(scores):
-        return total, scores
-    return total.detach(), torch.autograd.grad(total, e)[0]
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"dtype": torch.int32}, {"in_place": True}, {"in_place": True, "dtype": torch.int32}],
-    ids=str,
-)
-def test_ctc_matches_the_reference(options: dict[str, Any]) -> None:
-    """Also transcripts that do not fit, and those without frames or labels."""
-    sequences = [_random_transcript(*shape) for shape in CTC_SHAPES]
-    results = _ctc(sequences, **options)
-    for sequence, result in zip(sequences, results, strict=True):
-        _assert_close(result, _ctc_expected(sequence))
-    for x, y in zip(_ctc(sequences, normalized=True), results, strict=True):
-        torch.testing.assert_close(x[1], y[1], rtol=1e-5, atol=1e-6)
-
-
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     planes = [_random_planes(*shape) for shape in SHAPES]
-    sequences = [_random_transcript(*shape) for shape in CTC_SHAPES]
     results = []
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            found = [*_transducer(planes), *_ctc(sequences)]
+            found = _transducer(planes)
             results.append(torch.cat([x.flatten().double() for result in found for x in result]))
     finally:
         torch.set_num_threads(1)

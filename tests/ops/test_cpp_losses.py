@@ -123,6 +123,29 @@ def test_options(make: Make, options: dict[str, Any]) -> None:
     assert_agrees(arguments, torch.tensor([1.0, -2.0, 0.5]), "cpp")
 
 
+SHAPES = (
+    *((1, 0), (1, 1), (2, 1), (2, 2), (6, 4), (9, 4), (60, 20), (40, 0), (0, 0), (0, 2), (1, 2)),
+    *((130, 31), (130, 32), (130, 33), (150, 99), (1, 40), (3, 40), (70, 66), (3, 100), (33, 64)),
+)
+
+
+@both
+def test_every_size_of_a_lattice(make: Make) -> None:
+    """Vectors are filled or not; the losses are the same to the bit on several threads."""
+    frames, labels = zip(*SHAPES, strict=True)
+    arguments, upstream = make(frames, labels, classes=9), torch.randn(len(SHAPES))
+    expected = assert_agrees(arguments, upstream, "cpp")
+    for threads in (2, 3, 4):
+        torch.set_num_threads(threads)
+        try:
+            actual = gradients(arguments, upstream, "cpp")
+        finally:
+            torch.set_num_threads(1)
+        assert torch.equal(actual.pop("loss"), expected["loss"])
+        for name, x in actual.items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("size", [1, 2**12, 2**14, 2**16])
 def test_agrees_however_sequences_are_divided(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the logits of each sequence made twice to all of them at once."""

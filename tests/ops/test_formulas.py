@@ -22,7 +22,7 @@ from effasr_kernels import pack
 from effasr_kernels.shared.dropout import kept_elements
 from effasr_kernels.testing.conformance import Case, Variation, evaluate
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
-from tests.support.operation_cases import FACTORIES
+from tests.support.operation_cases import FACTORIES, OPTIONS
 
 DROPOUT = {"dropout": 0.25, "seed": 11, "offset": 2}
 ODD = AWKWARD_LENGTHS["odd"]
@@ -143,15 +143,9 @@ BY_ROW = {
 BY_SEQUENCE = {ctc_loss, depthwise_conv, guided_attention, strided_depthwise, subsampling_stem}
 FORMULAS = {formula.__name__: formula for formula in BY_ROW | BY_SEQUENCE}
 RAGGED = (ODD, AWKWARD_LENGTHS["empty_among_others"], AWKWARD_LENGTHS["long_among_short"])
-MODES = ("pre-norm", "post-norm", "addition", "norm")
-CASES: dict[str, Iterable[tuple[tuple[int, ...], dict[str, Any]]]] = {
-    "batch_norm": [
-        (ODD, {"silu": silu, "fixed": fixed}) for silu in (False, True) for fixed in (False, True)
-    ],
-    "bias_activation_dropout": [
-        *((ODD, {"activation": x, **DROPOUT}) for x in ("silu", "relu", "gelu")),
-        (ODD, {"bias": False}),
-    ],
+MORE: dict[str, Iterable[tuple[tuple[int, ...], dict[str, Any]]]] = {
+    "batch_norm": [(ODD, {"silu": False, "fixed": True})],
+    "bias_activation_dropout": [(ODD, {"activation": "relu", **DROPOUT})],
     "ctc_loss": [
         # Empty and repeated labels, and more labels than fit.
         *(
@@ -168,32 +162,29 @@ CASES: dict[str, Iterable[tuple[tuple[int, ...], dict[str, Any]]]] = {
         for causal in (False, True)
     ],
     "dropout_add_layer_norm": [
-        (ODD, {"mode": mode + biased, **(DROPOUT if mode != "norm" else {})})
-        for mode in MODES
-        for biased in (("", ", bias") if mode != "norm" else ("",))
+        (ODD, {"mode": mode, **DROPOUT})
+        for mode in ("pre-norm", "pre-norm, bias", "post-norm, bias", "addition, bias")
     ],
-    "gated_activation": [(ODD, {"activation": x}) for x in ("silu", "gelu", "gelu_tanh")],
-    "grouped_linear": [
-        ((7,), {"sizes": (4, 0, 3)}),
-        ((7,), {"sizes": (0, 7, 0), "bias": False}),
-        (ODD, {}),
-    ],
-    "guided_attention": [(lengths, {"width": 3}) for lengths in RAGGED],
+    "grouped_linear": [((7,), {"sizes": (0, 7, 0), "bias": False})],
     "linear_cross_entropy": [
-        (ODD, {"label_smoothing": x, "bias": bias, "z_loss": 0.5 * bias})
-        for x in (0.0, 0.1, 1.0)
-        for bias in (False, True)
+        *((ODD, {"bias": bias}) for bias in (False, True)),
+        (ODD, {"label_smoothing": 1.0, "z_loss": 0.5}),
     ],
-    "rms_norm": [(ODD, {"offset": x}) for x in (0, 1)],
     "strided_depthwise": [
-        ((3, 0, 1, 9), {"bins": bins, "relu": bins == 6, "nan": bins == 2}) for bins in (2, 4, 6)
+        ((3, 0, 1, 9), {"bins": bins, "relu": bins == 6, "nan": bins == 2}) for bins in (2, 6)
     ],
-    "subsampling_stem": [
-        (slots, {"per_slot": x, "nan": x == 8})
-        for slots in ((3, 0, 1, 8), (1,) * 8)
-        for x in (4, 8)
-    ],
+    "subsampling_stem": [((1,) * 8, {"per_slot": x, "nan": x == 8}) for x in (4, 8)],
 }
+CASES = [
+    *((name, *row) for name, rows in MORE.items() for row in rows),
+    *(
+        (name, lengths, options)
+        # The alignments of all frames would be too many to list.
+        for name in FORMULAS.keys() - {"ctc_loss"}
+        for options in OPTIONS[name]
+        for lengths in RAGGED
+    ),
+]
 
 
 def _expected(name: str, case: Case, options: dict[str, Any]) -> list[Tensor]:
@@ -215,9 +206,7 @@ def _expected(name: str, case: Case, options: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths", "options"),
-    [(name, *row) for name, rows in CASES.items() for row in rows],
-    ids=str,
+    ("name", "lengths", "options"), sorted(CASES, key=lambda case: case[0]), ids=str
 )
 def test_operation_is_its_formula(
     name: str, lengths: tuple[int, ...], options: dict[str, Any]
@@ -230,7 +219,7 @@ def test_operation_is_its_formula(
 
 
 def test_the_table_has_every_operation() -> None:
-    assert set(CASES) == set(FORMULAS) == set(FACTORIES) - {"attention", "transducer_loss"}
+    assert set(FORMULAS) == set(FACTORIES) - {"attention", "transducer_loss"}
 
 
 @pytest.mark.parametrize(

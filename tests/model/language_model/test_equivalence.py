@@ -36,16 +36,6 @@ def packed(model, shape=None):
     return logits.detach(), loss.detach(), gradients(model, loss)
 
 
-def one_at_a_time(model):
-    logits, losses = [], []
-    for example in conversations():
-        batch = make_conversation_batch([example])
-        logits.append(model.language_model.logits(model.converse(batch))[batch.targets != IGNORED])
-        losses.append(model(batch).cross_entropy)
-    loss = torch.stack(losses).sum()
-    return torch.cat(logits).detach(), loss.detach(), gradients(model, loss)
-
-
 def by_transformers(model):
     """transformers' causal model with inputs_embeds and labels, one conversation at a time."""
     language_model, logits, loss = model.language_model, [], torch.zeros(())
@@ -87,7 +77,6 @@ def test_packed_is_transformers_with_inputs_embeds(kind):
     assert len(expected[0]) == 6 + 5 + 7 + 2
     assert_close(packed(model), expected)
     assert_close(packed(model, SHAPE), expected)
-    assert_close(one_at_a_time(model), expected)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -99,35 +88,6 @@ def test_a_loaded_model_has_the_weights_and_the_tables_of_the_saved_one(kind):
     result = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
     assert result.keys() == expected.keys()
     assert [name for name, x in result.items() if not torch.equal(x, expected[name])] == []
-
-
-def test_every_parameter_learns_from_speech():
-    _, _, grads = packed(speech_llm())
-    for name, grad in grads.items():
-        # A key bias shifts all scores of a query alike.
-        assert grad.abs().max() > 0 or name.endswith("linear.bias"), name
-
-
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_the_tail_and_the_neighbours_change_nothing(part):
-    model = speech_llm()
-    examples = conversations()
-    alone = make_conversation_batch(examples[part : part + 1])
-    together = make_conversation_batch(examples, shape=SHAPE)
-    begin = together.tokens.layout.cu_seqlens_host[part]
-    with torch.no_grad():
-        expected = model.converse(alone)
-        actual = model.converse(together)[begin : begin + len(expected)]
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_losses_of_conversations_add_up():
-    model = speech_llm()
-    losses = model(make_conversation_batch(conversations(), shape=SHAPE))
-    assert losses.per_utterance.shape == (6,)
-    torch.testing.assert_close(losses.per_utterance.sum(), losses.cross_entropy.detach())
-    assert (losses.per_utterance[:4] > 0).all()
-    assert not losses.per_utterance[4:].any()
 
 
 @pytest.mark.parametrize("examples", [[], conversations()[1:2]], ids=["empty", "text"])
@@ -163,14 +123,6 @@ def test_a_batch_is_split_into_its_conversations():
     torch.testing.assert_close(total, whole.cross_entropy, rtol=1e-5, atol=1e-5)
     assert batch.part(2, 4).ids == ("c2", "c3")
     assert batch.part(0, 2).num_targets + batch.part(2, 4).num_targets == batch.num_targets
-
-
-def test_a_copy_on_another_device_is_the_same_batch():
-    batch = make_conversation_batch(conversations(), shape=SHAPE)
-    moved = batch.to("cpu").rewritable()
-    assert len(moved.tensors()) == len(batch.tensors())
-    for item, other in zip(moved.tensors(), batch.tensors(), strict=True):
-        assert torch.equal(item, other)
 
 
 @pytest.mark.slow
