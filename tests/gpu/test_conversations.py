@@ -1,12 +1,11 @@
 """Conversations of a language model in pages, against the contiguous cache."""
 
-import json
-
 import pytest
 import torch
 
 from effasr.decoding.language_model.cache import CachedConversations
 from effasr_kernels import PackedLayout, PackedSequence
+from tests.support.speech_llm import architecture
 
 pytest.importorskip("transformers")
 LENGTHS = 40, 5, 32
@@ -16,19 +15,8 @@ def _language_model():
     from effasr.model.language_model.config import LanguageModelConfig
     from effasr.model.language_model.model import LanguageModel
 
-    sizes = {
-        "model_type": "qwen3",
-        "vocab_size": 61,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-    }
     torch.manual_seed(0)
-    config = LanguageModelConfig(architecture=json.dumps(sizes), stack=1, weights="random")
+    config = LanguageModelConfig(architecture=architecture("qwen3"), stack=1, weights="random")
     model = LanguageModel(config, 8).eval()
     for parameter in model.parameters():
         if parameter.ndim == 2:

@@ -229,6 +229,7 @@ VALUES: dict[str, list[Row]] = {
     "attention": [
         *_awkward(causal=True, width=16),
         *_awkward(extended=True, width=16),
+        *_awkward(position="relative", width=20),
         # Several tiles of queries and keys, of unequal numbers; a query before and past all keys.
         *_each(
             (38, 2),

@@ -14,6 +14,7 @@ from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from tests.support.small_model import check_compiled
 
 VOCABULARY = 40
 PAIRS = [
@@ -116,20 +117,10 @@ def test_both_kinds_compile_once_each_and_without_a_break(config, examples, make
         transducer=None,
     )
     model = ASRModel(small, VOCABULARY).train()
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
     shape = StaticShape(40, 50, 6)
     kinds = [make_batch(examples, static=True), batch_of(PAIRS, shape)]
     again = [make_batch(examples[::-1], static=True), batch_of(PAIRS[::-1], shape)]
-    for number, batch in enumerate([*kinds, *again]):
-        results = []
-        for call in (compiled, model):
-            model.zero_grad()
-            with torch._dynamo.config.patch(error_on_recompile=number > 1):
-                losses = call(batch, label_smoothing=0.1)
-            (losses.cross_entropy + losses.ctc).backward()
-            results.append([losses.cross_entropy, *(p.grad.clone() for p in model.parameters())])
-        for x, y in zip(*results, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    check_compiled(model, [*kinds, *again], graphs=2, label_smoothing=0.1)
     torch._dynamo.reset()
 
 

@@ -101,3 +101,19 @@ def shake(model: torch.nn.Module) -> None:
             buffer.normal_(0.0, 0.3)
         elif name.endswith("running_var"):
             buffer.uniform_(0.5, 2.0)
+
+
+def check_compiled(model, batches, graphs: int = 1, **options) -> None:
+    """The first batches make a graph each, without a break; losses and gradients are the same."""
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    for number, batch in enumerate(batches):
+        results = []
+        for call in (compiled, model):
+            model.zero_grad()
+            with torch._dynamo.config.patch(error_on_recompile=number >= graphs):
+                losses = call(batch, **options)
+            loss = losses.cross_entropy + (0 if losses.ctc is None else losses.ctc)
+            loss.backward()
+            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            results.append({"loss": loss.detach(), **{n: x.clone() for n, x in grads.items()}})
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
