@@ -62,12 +62,12 @@ class _Tokens:
 
 
 def _check_speech(state, of_row, hypotheses=1):
-    """Compare attention to the speech of each row, (k, v) of each layer or None for none."""
+    """Compare attention to the speech of each row, (k, v) of each layer, or None of an idle row."""
     for layer in range(LAYERS):
         q = _draw(state.num_rows, HEADS, WIDTH, seed=layer)
         result = state.cross_cache.attend(layer, q)
         for row, existing in enumerate(of_row):
-            for n in range(row * hypotheses, (row + 1) * hypotheses):
+            for n in range(row * hypotheses, (row + 1) * hypotheses if existing else 0):
                 k, v = existing[layer]
                 expected = _attention(q[n], k, v) if len(k) else torch.zeros(HEADS, WIDTH).double()
                 torch.testing.assert_close(result[n], expected)
@@ -77,29 +77,6 @@ def _split(lengths, seed=0):
     """`_speech` by sequence: keys and values of each layer."""
     layers = [(k.split(lengths), v.split(lengths)) for ((k, v),) in _speech(lengths, seed)]
     return [[(k[n], v[n]) for k, v in layers] for n in range(len(lengths))]
-
-
-@KINDS
-def test_rows_come_and_go_at_their_own_positions(paged):
-    state = DecoderState(SIZES, 4, 100, 90, paged=paged, pages=(16, 12) if paged else None)
-    first = [70, 3, 0]
-    state.admit([0, 2, 3], first, [80, 40, 60], _speech(first))
-    existing = _split(first)
-    tokens = _Tokens(4)
-    for _ in range(PAGE + 3):
-        tokens.step(state)
-        tokens.rows[1] = []  # It is idle, and stays at its first place.
-    assert state.positions.tolist() == [PAGE + 3, 0, PAGE + 3, PAGE + 3]
-    state.release([2])
-    tokens.rows[2] = []
-    tokens.step(state)
-    tokens.rows[1], tokens.rows[2] = [], []
-    state.admit([2, 1], [33, 1], [50, 50], _speech([33, 1], seed=1))
-    later = _split([33, 1], seed=1)
-    _check_speech(state, [existing[0], later[1], later[0], existing[2]])
-    for _ in range(5):
-        tokens.step(state)
-    assert state.positions.tolist() == [PAGE + 9, 5, 5, PAGE + 9]
 
 
 def _read(lengths, rows, seed):
@@ -115,24 +92,37 @@ def _read(lengths, rows, seed):
 
 
 @KINDS
-def test_sequences_begin_with_tokens_that_they_have_read(paged):
-    state = DecoderState(SIZES, 4, 100, 90, paged=paged)
-    tokens = _Tokens(4)
-    for rows, read, seed in (([3, 0], [2, PAGE + 5], 2), ([1, 3], [0, 1], 4)):
-        speech = [7, 12]
-        layers, held = _read(read, 2, seed)
-        both = [(*s, t) for s, t in zip(_speech(speech, seed), layers, strict=True)]
-        state.admit(rows, speech, [90, 90], both, read)
-        for row, local in zip(rows, held, strict=True):
-            tokens.rows[row] = local
-        for _ in range(3):
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_come_and_go_at_their_own_positions(seed, paged):
+    """Sequences begin with what they have read; what idle rows write reaches nobody."""
+    draw, most = random.Random(seed), PAGE + 30
+    state = DecoderState(SIZES, 4, most, 90, paged=paged, pages=(8, 12) if paged else None)
+    tokens, speech = _Tokens(4), {}
+    for turn in range(24):
+        idle = [row for row in range(4) if row not in speech]
+        full = [row for row in speech if len(tokens.rows[row]) > most - 6]
+        if full or (speech and draw.random() < 0.2):
+            released = full or draw.sample(sorted(speech), 1)
+            state.release(released)
+            for row in released:
+                tokens.rows[row] = speech.pop(row)[:0]
+        elif idle and draw.random() < 0.5:
+            rows = draw.sample(idle, draw.randint(1, len(idle)))
+            frames = [draw.choice([0, 1, 33, 70]) for _ in rows]
+            read = [draw.choice([0, 1, PAGE + 5]) for _ in rows]
+            layers, held = _read(read, len(rows), seed=2 * turn + 1)
+            both = [(*s, t) for s, t in zip(_speech(frames, 2 * turn), layers, strict=True)]
+            parts = both if any(read) else _speech(frames, 2 * turn)
+            state.admit(rows, frames, [most] * len(rows), parts, read)
+            speech |= dict(zip(rows, _split(frames, 2 * turn), strict=True))
+            for row, local in zip(rows, held, strict=True):
+                tokens.rows[row] = local
+        for _ in range(draw.randint(0, 5)):
             tokens.step(state)
-            tokens.rows[2] = []
-            if seed == 2:
-                tokens.rows[1] = []
-    assert state.positions.tolist() == [PAGE + 11, 3, 0, 4]
-    state.release([0])
-    assert state.positions.tolist() == [0, 3, 0, 4]
+            for row in range(4):
+                tokens.rows[row] = tokens.rows[row] if row in speech else []
+        assert state.positions.tolist() == [len(x) for x in tokens.rows]
+        _check_speech(state, [speech.get(row) for row in range(4)])
 
 
 @KINDS
@@ -227,21 +217,6 @@ def test_pages_go_back_and_are_given_again():
     assert cache.table[0].tolist() == [0, 0, 0]
     cache.take([1], [3 * PAGE])
     assert cache.free == 1
-
-
-def test_what_idle_rows_write_reaches_nobody():
-    state = DecoderState(SIZES, 3, PAGE, PAGE, paged=True, pages=(1, 3))
-    state.admit([1], [4], [PAGE], _speech([4]))
-    tokens = _Tokens(3)
-    for _ in range(4):
-        tokens.step(state)
-        tokens.rows[0], tokens.rows[2] = [], []
-    state.release([1])
-    state.admit([2], [4], [PAGE], _speech([4]))
-    tokens.rows[1] = []
-    for _ in range(4):
-        tokens.step(state)
-        tokens.rows[0], tokens.rows[1] = [], []
 
 
 @torch.no_grad()
