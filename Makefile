@@ -21,11 +21,9 @@ PROCESS_TESTS := tests/distributed tests/faults \
   tests/cli/test_torchrun.py tests/data/test_locks.py \
   tests/data/test_corpus_cache_processes.py tests/data/test_loader.py \
   tests/training/calibration/test_auto_budget.py \
-  tests/training/language_model/test_training.py::test_two_processes_train_adapters_as_one \
-  tests/training/test_weight_copies.py::test_ranks_exchange_the_gradients_of_autocast \
   $(addprefix tests/training/test_, $(addsuffix .py, \
-  adascale async_checkpoints batch_division exactness faults gossip_training limits lora oom_recovery_ranks \
-  parallel run_lock sharding signals unfreezing untranscribed_ranks watchdog))
+  adascale batch_division checkpointing exactness faults fine_tuning gossip_training limits \
+  oom_recovery parallel run_directory signals unfreezing))
 
 .PHONY: demo demo-transducer test test-all test-processes faults fuzz audit lint bench gpu wheels clean help
 

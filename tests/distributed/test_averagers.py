@@ -111,24 +111,21 @@ def test_ranks_average_when_and_with_whom_they_should():
 
 
 @pytest.mark.parametrize(
-    ("periods", "message"),
+    ("config", "options", "message"),
     [
-        ({}, "`periods` must be steps, at least 1 each, but is {}"),
-        ({0: None}, "`periods` must be steps, at least 1 each"),
-        ({2: 8}, "`periods` must have null, all ranks, at its longest"),
-        ({2: 8, 4: 4, 8: None}, "groups of at least 2 ranks that grow with the period"),
-        ({2: None, 8: None}, "groups of at least 2 ranks that grow with the period"),
-        ({2: 1, 8: None}, "groups of at least 2 ranks that grow with the period"),
+        *((HierarchicalConfig, {"periods": periods}, message) for periods, message in (
+            ({}, "`periods` must be steps, at least 1 each, but is {}"),
+            ({0: None}, "`periods` must be steps, at least 1 each"),
+            ({2: 8}, "`periods` must have null, all ranks, at its longest"),
+            ({2: 8, 4: 4, 8: None}, "groups of at least 2 ranks that grow with the period"),
+            ({2: None, 8: None}, "groups of at least 2 ranks that grow with the period"),
+            ({2: 1, 8: None}, "groups of at least 2 ranks that grow with the period"),
+        )),
+        (LocalSGDConfig, {"period": 0}, "`period` must be at least 1, but is 0"),
+        *((config, {"warmup_steps": -1}, "`warmup_steps` must be at least 0, but is -1")
+          for config in (LocalSGDConfig, HierarchicalConfig, DelayedConfig)),
     ],
-)
-def test_levels_must_lead_to_all_ranks(periods, message):
+)  # fmt: skip
+def test_error_messages(config, options, message):
     with pytest.raises(ValueError, match=message):
-        HierarchicalConfig(periods=periods)
-
-
-def test_schedules_are_checked():
-    with pytest.raises(ValueError, match="`period` must be at least 1, but is 0"):
-        LocalSGDConfig(period=0)
-    for config in (LocalSGDConfig, HierarchicalConfig, DelayedConfig):
-        with pytest.raises(ValueError, match="`warmup_steps` must be at least 0, but is -1"):
-            config(warmup_steps=-1)
+        config(**options)

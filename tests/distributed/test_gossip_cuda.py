@@ -10,7 +10,7 @@ from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
 from effasr.distributed.async_sgd.gossip.mixer import FlatWeights
 from effasr.distributed.averager import add_flat
-from tests.distributed.gossip_reference import MemoryNetwork
+from tests.distributed.gossip_reference import connect
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def test_a_copy_holds_the_weights_as_they_were_when_it_was_asked_for():
 
 
 def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
-    network = MemoryNetwork(0.002)
+    transports = connect(0, 1, 2)
     size, steps = 1_000_000, 60
     weights = [[torch.full((size,), float(n), device="cuda")] for n in range(3)]
     errors = []
@@ -42,7 +42,7 @@ def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
     def train(n: int):
         try:
             gossip = Gossip(
-                weights[n], learner=n, learners=3, transport=network.at(n), config=GossipConfig()
+                weights[n], learner=n, learners=3, transport=transports[n], config=GossipConfig()
             )
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.default_stream())

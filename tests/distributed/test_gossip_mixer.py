@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.distributed.async_sgd.gossip import mixer as mixer_module
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.mixer import CompletedCopy, FlatWeights
+from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
 from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import Learner
 
@@ -204,12 +206,68 @@ def test_weights_become_a_row_and_a_row_is_added_to_weights():
     add_flat(tensors, row)
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor.detach(), 2 * old)
-    with pytest.raises(ValueError, match=r"`delta` must have shape \(19,\)"):
-        add_flat(tensors, row[1:])
 
 
-def test_weights_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match="`tensors` must not be empty"):
-        FlatWeights([])
-    with pytest.raises(ValueError, match=r"number 1 is torch\.bfloat16"):
-        FlatWeights([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)])
+def edges(topology: str, learners: int) -> list[tuple[int, int]]:
+    return [
+        (active, passive)
+        for active in range(0, learners, 2)
+        for passive in neighbours(topology, active, learners)
+        if is_active(active)
+    ]
+
+
+topologies = st.sampled_from(["ring", "random"])
+
+
+@given(topologies, st.integers(2, 70))
+def test_everybody_is_connected_over_edges_between_an_active_and_a_passive_one(topology, learners):
+    beside = [neighbours(topology, n, learners) for n in range(learners)]
+    for learner, other_items in enumerate(beside):
+        assert other_items, "a learner without neighbour"
+        assert list(other_items) == sorted(set(other_items))
+        for other in other_items:
+            assert is_active(other) != is_active(learner)
+            assert learner in beside[other]
+    reached, new = set(), {0}
+    while new:
+        reached |= new
+        new = {other for n in new for other in beside[n]} - reached
+    assert reached == set(range(learners))
+
+
+def test_a_ring_takes_turns_and_random_is_repeatable_and_reaches_all():
+    assert [choose("ring", 0, 2, (1, 3), n) for n in range(4)] == [1, 3, 1, 3]
+    draw = lambda seed, learner: [
+        choose("random", seed, learner, (1, 3, 5, 7), count) for count in range(64)
+    ]
+    assert draw(0, 0) == draw(0, 0)
+    assert set(draw(0, 0)) == {1, 3, 5, 7}
+    assert len({tuple(draw(seed, learner)) for seed in (0, 1) for learner in (0, 2)}) == 4
+
+
+@given(st.integers(2, 70))
+def test_topologies_have_as_many_edges_as_they_can(learners):
+    in_ring = {0: learners, 1: learners - 1}[learners % 2] - (learners == 2)
+    assert len(edges("ring", learners)) == in_ring
+    assert len(edges("random", learners)) == (learners + 1) // 2 * (learners // 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FlatWeights([]), "`tensors` must not be empty"),
+        (lambda: FlatWeights([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)]),
+         r"number 1 is torch\.bfloat16"),
+        (lambda: add_flat([torch.zeros(3)], torch.zeros(2)), r"`delta` must have shape \(3,\)"),
+        (lambda: neighbours("ring", 0, 1), "`learners` must be at least 2, but is 1"),
+        (lambda: neighbours("ring", 4, 4), "`learner` must be from 0 to 3, but is 4"),
+        (lambda: GossipConfig(topology="star"), "`topology` must be"),
+        (lambda: GossipConfig(learner_size=0), "`learner_size` must be"),
+        (lambda: GossipConfig(period=0), "`period` must be"),
+        (lambda: GossipConfig(timeout_s=0.0), "`timeout_s` must be"),
+    ],
+)  # fmt: skip
+def test_error_messages(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,42 +1,65 @@
-"""Connections between learners, here between threads: what is lost is noticed, at once."""
+"""Connections between learners, here between threads: what is lost is noticed, at once.
+
+Hostile clients come to the ports of learners, and hostile servers stand in their place.
+"""
 
 import json
 import os
+import resource
+import secrets
+import shutil
 import signal
 import socket
+import subprocess
+import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import HashStore
 
-from effasr.distributed.async_sgd.gossip import sockets
-from effasr.distributed.async_sgd.gossip.listener import own_addresses
+from effasr import config as configuration
+from effasr.distributed.async_sgd.gossip import listener, sockets
+from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.gossip import Gossip
+from effasr.distributed.async_sgd.gossip.listener import (
+    HELLO_BYTES,
+    KEY_BYTES,
+    Challenge,
+    HandshakeError,
+    Listener,
+    introduce,
+    own_addresses,
+)
 from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
+from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context
+from effasr.distributed.async_sgd.learners import Learners
+from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
+from effasr.distributed.process_group import DistributedContext
+from tests.distributed.gossip_reference import connect
 
 MUCH = 10_000_000  # More numbers than the buffers of a connection hold
 
 
-@contextmanager
-def threads():
-    pool = ThreadPoolExecutor(8)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True)
-
-
-def connect(*learners: int, timeout_s: float = 20.0) -> list[SocketTransport]:
-    """Learners, each with all of the other kind as neighbours."""
-    store = HashStore()
-    with threads() as pool:
-        made = [
-            pool.submit(SocketTransport, store, n, [o for o in learners if (o - n) % 2], timeout_s)
-            for n in learners
-        ]
-        return [future.result() for future in made]
+def talk(active: SocketTransport, passive: SocketTransport, sent: torch.Tensor, times: int = 1):
+    """Learners 0 and 1 send each other the same."""
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(times):
+            got, back = torch.zeros_like(sent), torch.zeros_like(sent)
+            sending = pool.submit(active.send, sent, 1, 20.0)
+            passive.receive(got, 0, 20.0)
+            sending.result()
+            assert torch.equal(got, sent)
+            sending = pool.submit(passive.send, got, 0, 20.0)
+            active.receive(back, 1, 20.0)
+            sending.result()
+            assert torch.equal(back, sent)
 
 
 def error_of(call: Future, within_s: float = 5.0) -> str:
@@ -48,37 +71,12 @@ def error_of(call: Future, within_s: float = 5.0) -> str:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 @pytest.mark.parametrize("numel", [0, 1, 2, MUCH])
 def test_what_is_sent_arrives(dtype, numel):
-    active, passive = connect(0, 1)
-    sent = torch.arange(numel).to(dtype)
-    got = torch.zeros(numel, dtype=dtype)
-    with threads() as pool:
-        calls = pool.submit(active.send, sent, 1, 20.0), pool.submit(passive.receive, got, 0, 20.0)
-        for call in calls:
-            call.result()
-        assert torch.equal(got, sent)
-        back = pool.submit(passive.send, got, 0, 20.0)
-        active.receive(sent.zero_(), 1, 20.0)
-        back.result()
-    assert torch.equal(sent, got)
-
-
-def test_many_neighbours_at_once():
-    party = connect(0, 1, 2, 3, 4)
-    got = {(a, p): torch.zeros(1000) for a in (0, 2, 4) for p in (1, 3)}
-    with threads() as pool:
-        calls = []
-        for (active, passive), tensor in got.items():
-            number = torch.full((1000,), 10.0 * active + passive)
-            calls.append(pool.submit(party[active].send, number, passive, 20.0))
-            calls.append(pool.submit(party[passive].receive, tensor, active, 20.0))
-        for call in calls:
-            call.result()
-    assert all((tensor == 10.0 * a + p).all() for (a, p), tensor in got.items())
+    talk(*connect(0, 1), torch.arange(numel).to(dtype))
 
 
 def test_a_neighbour_that_ends_in_the_midst_of_a_message_is_lost_at_once():
     active, passive = connect(0, 1)
-    with threads() as pool:
+    with ThreadPoolExecutor(8) as pool:
         receiving = pool.submit(passive.receive, torch.zeros(MUCH), 0, 60.0)
         active.send(torch.zeros(1000), 1, 20.0)
         time.sleep(0.05)
@@ -92,7 +90,7 @@ def test_a_neighbour_that_ends_in_the_midst_of_a_message_is_lost_at_once():
 
 def test_closing_ends_every_call_that_waits():
     first, passive, second = connect(0, 1, 2)
-    with threads() as pool:
+    with ThreadPoolExecutor(8) as pool:
         sending = pool.submit(passive.send, torch.zeros(MUCH), 0, 60.0)
         receiving = pool.submit(passive.receive, torch.zeros(1), 2, 60.0)
         time.sleep(0.05)
@@ -121,7 +119,7 @@ def test_one_that_is_silent_is_lost_in_time_and_one_that_is_slow_is_not():
             time.sleep(0.2)
             active.send(torch.tensor([float(number)]), 1, 20.0)
 
-    with threads() as pool:
+    with ThreadPoolExecutor(8) as pool:
         sending = pool.submit(slowly)
         passive.receive(got, 0, 0.6)
         sending.result()
@@ -178,6 +176,7 @@ def test_connections_end_with_their_transport():
 
 
 def test_addresses_are_those_of_the_interfaces_that_are_named(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     result = own_addresses()
     assert result
     assert "127.0.0.1" in result
@@ -188,3 +187,359 @@ def test_addresses_are_those_of_the_interfaces_that_are_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo, nonexistent0")
     with pytest.raises(ValueError, match=r"'nonexistent0' has none here: choose of .*lo"):
         own_addresses()
+
+
+def authority(folder: Path) -> TLSConfig:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to sign certificates")
+    folder.mkdir()
+
+    def openssl(*arguments: str):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ours")
+    openssl("req", *curve, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=node")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+    openssl("x509", "-req", "-in", "node.csr", *signed, "-out", "node.pem")
+    paths = (str(folder / name) for name in ("ca.pem", "node.pem", "node.key"))
+    return TLSConfig(**dict(zip(("ca", "certificate", "key"), paths, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> TLSConfig:
+    return authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory) -> TLSConfig:
+    return authority(tmp_path_factory.mktemp("tls") / "foreign")
+
+
+def test_what_is_sent_arrives_encrypted_in_both_directions(ours):
+    active, passive = connect(0, 1, tls=(ours, ours))
+    for connection in (active._connections[1], passive._connections[0]):
+        assert connection.version() == "TLSv1.3"
+        assert connection.getpeercert()["subject"] == ((("commonName", "node"),),)
+    talk(active, passive, torch.arange(3_000_000.0))
+    with ThreadPoolExecutor(1) as pool:
+        # What waits ends when this learner closes its connections.
+        waiting = pool.submit(passive.receive, torch.zeros(1), 0, 60.0)
+        time.sleep(0.05)
+        passive.close()
+        assert "of this learner were closed" in str(waiting.exception(timeout=5.0))
+    with pytest.raises(PeerLost):
+        active.receive(torch.zeros(1), 1, 5.0)
+
+
+def test_the_averaging_of_weights_uses_the_certificates_of_its_settings(ours):
+    store, config = HashStore(), GossipConfig(tls=ours, timeout_s=20.0)
+
+    def connect(rank: int) -> WeightAveraging:
+        model = nn.Linear(2, 2)
+        context = DistributedContext(rank, 2, torch.device("cpu"), store=store)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return WeightAveraging(model, optimizer, Learners(context, 1, config), config, seed=0)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(connect, range(2)))
+    for rank, averaging in enumerate(both):
+        connection = averaging._gossip._transport._connections[1 - rank]
+        assert connection.version() == "TLSv1.3"
+        averaging.abandon()
+        connection.close()
+
+
+def test_foreign_certificates_and_plain_connections_are_refused(ours, foreign, monkeypatch):
+    monkeypatch.setattr(sockets, "_WELCOME_S", 1.0)
+    crossed = replace(ours, certificate=foreign.certificate, key=foreign.key)
+    for other, reason in ((foreign, "CERTIFICATE_VERIFY_FAILED"), (crossed, ""), (None, "")):
+        active, passive = connect(0, 1, timeout_s=2.0, tls=(other, ours))
+        with pytest.raises(PeerLost, match=rf"cannot be reached.*{reason}"):
+            active.send(torch.zeros(1), 1, 1.0)
+        with pytest.raises(PeerLost, match="did not connect"):
+            passive.receive(torch.zeros(1), 0, 1.0)
+        assert passive.rejected_connections >= 1
+
+
+def test_files_that_are_not_what_they_should_be_are_named(ours, foreign, tmp_path):
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "ec", "-in", ours.key, "-aes256", "-passout", "pass:word"]
+    subprocess.run([*command, "-out", str(locked)], check=True, capture_output=True)
+    for changed, message in (
+        ({"ca": str(tmp_path / "none")}, r"`training\.gossip\.tls\.ca` must be a readable .*none"),
+        ({"ca": str(empty)}, r"`training\.gossip\.tls\.ca` must hold .*empty\.pem"),
+        ({"certificate": str(empty)}, r"certificate and its private key.*empty\.pem"),
+        ({"key": foreign.key}, r"certificate and its private key.*KEY_VALUES_MISMATCH"),
+        ({"key": str(locked)}, r"certificate and its private key.*the key is encrypted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            client_context(replace(ours, **changed))
+
+
+def test_a_recipe_names_the_files():
+    mapping = {"tls": {"ca": "ca.pem", "certificate": "node.pem", "key": "node.key"}}
+    config = configuration.from_mapping(GossipConfig, mapping)
+    assert config.tls == TLSConfig(ca="ca.pem", certificate="node.pem", key="node.key")
+    assert configuration.from_mapping(GossipConfig, {"tls": None}).tls is None
+    with pytest.raises(ValueError, match="must be the path of a PEM file, but is empty"):
+        configuration.from_mapping(GossipConfig, {"tls": mapping["tls"] | {"key": ""}})
+
+
+Attack = Callable[[tuple[str, int], threading.Event], None]
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def endpoint_of(store: HashStore, learner: int = 1) -> tuple[str, int]:
+    while not store.check([f"listening/{learner}"]):
+        time.sleep(0.01)
+    address, port = json.loads(store.get(f"listening/{learner}"))["endpoints"][0]
+    return address, port
+
+
+def garbage(endpoint: tuple[str, int], stop: threading.Event):
+    while not stop.is_set():
+        with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
+            client.sendall(os.urandom(secrets.choice((1, 87, 88, 89, 5000))))
+            client.settimeout(0.2)
+            client.recv(1000)
+
+
+def slow_drip(endpoint: tuple[str, int], stop: threading.Event):
+    with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
+        while not stop.wait(0.05):
+            client.sendall(b"e")
+
+
+def silence(endpoint: tuple[str, int], stop: threading.Event):
+    with suppress(OSError), socket.create_connection(endpoint, 1.0):
+        stop.wait()
+
+
+def huge_length(endpoint: tuple[str, int], stop: threading.Event):
+    """As an exchange of 2 ** 62 numbers, without a handshake."""
+    with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
+        client.sendall(torch.tensor([1, 2**62]).numpy().tobytes())
+        while not stop.is_set():
+            client.sendall(bytes(1 << 16))
+
+
+def echo(endpoint: tuple[str, int], stop: threading.Event):
+    with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
+        client.settimeout(0.5)
+        while not stop.is_set():
+            client.sendall(client.recv(1000))
+
+
+@contextmanager
+def under(attack: Attack, endpoint: tuple[str, int], clients: int) -> Iterator[None]:
+    stop = threading.Event()
+    with ThreadPoolExecutor(clients) as pool:
+        for _ in range(clients):
+            pool.submit(attack, endpoint, stop)
+        time.sleep(0.2)
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+@pytest.mark.parametrize("attack", [garbage, slow_drip, silence, huge_length, echo])
+def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, caplog):
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 1.0)
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(SocketTransport, store, 1, [0], 30.0)
+        with under(attack, endpoint_of(store), clients=8):
+            began = time.monotonic()
+            active = SocketTransport(store, 0, [1], 30.0)
+            passive = listening.result()
+            assert time.monotonic() - began < 15.0
+            talk(active, passive, torch.arange(10_000.0), times=20)
+    assert passive.rejected_connections >= 8
+    assert (
+        f"learner 1 dropped {passive.rejected_connections} connections that are not of this run"
+        in (caplog.text)
+    )
+
+
+def test_a_huge_length_of_an_authenticated_peer_takes_no_memory():
+    """A relay that changes the header, or a neighbour with another model."""
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(SocketTransport, store, 1, [0], 30.0)
+        endpoint = endpoint_of(store)
+        key = bytes.fromhex(json.loads(store.get("listening/1"))["key"])
+        with socket.create_connection(endpoint, 5.0) as client:
+            introduce(client, key, connecting=0, listening=1, until=time.monotonic() + 5.0)
+            gossip = Gossip(
+                [torch.zeros(10)], learner=1, learners=2, transport=listening.result(),
+                config=GossipConfig(),
+            )  # fmt: skip
+            gossip.start()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with suppress(OSError):
+                client.sendall(torch.tensor([1, 2**62]).numpy().tobytes())
+                client.sendall(bytes(1 << 16))
+            failure = "learner 1 averages 10 numbers, but learner 0 4611686018427387904"
+            with pytest.raises(RuntimeError, match=failure):
+                gossip.drain()
+            # KiB: no more than a test allocates by the way.
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+            gossip.abandon()
+
+
+def test_a_thousand_connections_keep_no_learner_out(monkeypatch):
+    monkeypatch.setattr(listener, "_PENDING", 16)
+    store, clients = HashStore(), []
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(SocketTransport, store, 1, [0], 60.0)
+        endpoint = endpoint_of(store)
+        try:
+            # As many at a time as the descriptors of a test process allow.
+            for number in range(1000):
+                client = socket.create_connection(endpoint, 5.0)
+                clients.append(client)
+                if number >= 300:
+                    clients[number - 300].close()
+            active = SocketTransport(store, 0, [1], 30.0)
+            talk(active, listening.result(), torch.arange(10_000.0), times=20)
+        finally:
+            for client in clients:
+                client.close()
+    assert listening.result().rejected_connections == 1000
+
+
+def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch):
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
+    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(local.accept, {0}, time.monotonic() + 4.0)
+        with socket.create_connection(tuple(local.endpoints[0]), 5.0) as client:
+            assert len(client.recv(100)) == 32
+            began = time.monotonic()
+            with suppress(OSError):
+                while time.monotonic() - began < 3.5:
+                    client.sendall(b"x")
+                    time.sleep(0.02)
+            # Not 0.3 s after the last byte: after the first moment.
+            assert time.monotonic() - began < 3.0
+        assert accepting.result() == {}
+        assert local.rejected_connections == 1
+
+
+def test_what_was_recorded_cannot_be_replayed():
+    """A relay records the handshake of learner 0; the listener waits for learner 2 as well."""
+    recorded: list[bytes] = []
+    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(local.accept, {0, 2}, time.monotonic() + 2.0)
+        endpoint = tuple(local.endpoints[0])
+        with socket.create_server(("127.0.0.1", 0)) as relay:
+
+            def record():
+                client, _ = relay.accept()
+                with client, socket.create_connection(endpoint) as server:
+                    client.sendall(server.recv(100))
+                    recorded.append(client.recv(HELLO_BYTES))
+                    server.sendall(recorded[0])
+                    client.sendall(server.recv(100))
+
+            relaying = pool.submit(record)
+            with socket.create_connection(relay.getsockname()) as first:
+                until = time.monotonic() + 5.0
+                introduce(first, local.key, connecting=0, listening=1, until=until)
+            relaying.result()
+        # The key was not on the wire.
+        assert local.key not in recorded[0]
+        with socket.create_connection(endpoint, 5.0) as again:
+            assert len(again.recv(100)) == 32
+            again.sendall(recorded[0])
+            assert again.recv(100) == b""
+        result = accepting.result()
+    assert list(result) == [0]
+    result[0].close()
+    assert local.rejected_connections == 1
+
+
+def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
+    key = secrets.token_bytes(KEY_BYTES)
+    challenge = Challenge(key, 1)
+    hello, answer = hello_to(challenge.nonce, key), None
+    peer, answer = challenge.verify(hello)
+    assert peer == 0
+    with pytest.raises(HandshakeError, match="does not have the key"):
+        Challenge(key, 1).verify(hello)
+    with pytest.raises(HandshakeError, match="looks for another learner"):
+        Challenge(key, 3).verify(hello)
+    with pytest.raises(HandshakeError, match="does not have the key"):
+        challenge.verify(hello[:-32] + answer)
+    for position in range(8, HELLO_BYTES):
+        changed = bytearray(hello)
+        changed[position] ^= 1
+        with pytest.raises(HandshakeError):
+            challenge.verify(bytes(changed))
+    with pytest.raises(HandshakeError, match="does not have the key"):
+        challenge.verify(hello_to(challenge.nonce, secrets.token_bytes(KEY_BYTES)))
+
+
+def hello_to(nonce: bytes, key: bytes) -> bytes:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        until = time.monotonic() + 5.0
+        call = pool.submit(introduce, ours, key, connecting=0, listening=1, until=until)
+        theirs.sendall(nonce)
+        hello = theirs.recv(1000)
+        theirs.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(HandshakeError, match="closed the connection"):
+            call.result()
+    return hello
+
+
+@pytest.mark.parametrize("answer", ["reflection", "garbage", "drip", "silence", "end"])
+def test_a_false_server_is_not_taken_for_a_learner(answer):
+    ours, theirs = socket.socketpair()
+    key = secrets.token_bytes(KEY_BYTES)
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        call = pool.submit(introduce, ours, key, connecting=0, listening=1, until=began + 0.5)
+        if answer == "drip":
+            with suppress(OSError):
+                while not call.done():
+                    theirs.sendall(b"x")
+                    time.sleep(0.1)
+        elif answer != "silence":
+            theirs.sendall(bytes(32))
+            hello = theirs.recv(1000)
+            assert len(hello) == HELLO_BYTES
+            assert key not in hello
+            if answer == "end":
+                theirs.shutdown(socket.SHUT_RDWR)
+            else:
+                theirs.sendall(hello[-32:] if answer == "reflection" else os.urandom(32))
+        with pytest.raises((HandshakeError, TimeoutError)):
+            call.result()
+        assert time.monotonic() - began < 10.0
+
+
+def test_only_the_chosen_interface_listens(monkeypatch):
+    with Listener(own_addresses(), 1) as local:
+        assert {address for address, _ in local.endpoints} <= {"127.0.0.1", "::1"}
+        bound = [listening.getsockname()[0] for listening in local._sockets]
+        assert bound == [address for address, _ in local.endpoints]
+    # All processes on one node: loopback is enough.
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert own_addresses() == ["127.0.0.1"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert set(own_addresses()) >= {"127.0.0.1"}
+
+
+def test_no_address_to_listen_at_is_an_error_that_names_the_remedy():
+    with pytest.raises(OSError, match=r"192\.0\.2\.1: .*GLOO_SOCKET_IFNAME names"):
+        Listener(["192.0.2.1"], 1)

@@ -3,7 +3,9 @@
 import gzip
 import json
 import os
+import re
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from effasr.data.prompt import Prompt
 from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.data.tokenizer import train_tokenizer
 from effasr.planning.listing import Listing, read_listing, select
+from effasr.planning.report import Panel, draw
 from effasr.planning.study import PlanRequest
 
 LIMITS = Limits(ctc=False)
@@ -131,9 +134,8 @@ def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write):
 )
 def test_a_malformed_line_is_named(write, line, message):
     path = write("m.jsonl", {"duration": 1, "num_tokens": 1}, line)
-    with pytest.raises(ValueError, match=r"m\.jsonl:2: ") as caught:
+    with pytest.raises(ValueError, match=rf"m\.jsonl:2: .*{re.escape(message)}"):
         read(path)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,8 @@ def test_a_malformed_line_is_named(write, line, message):
     ],
 )
 def test_a_malformed_row_is_named(write, lines, message):
-    with pytest.raises(ValueError, match="t:") as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         read(write("t", *lines))
-    assert message in str(caught.value)
 
 
 def test_no_such_file_and_no_text(tmp_path):
@@ -297,15 +298,12 @@ def test_every_reason_is_counted_and_listed():
     assert json.dumps(chosen.dropped[1].duration) == "41.0"
 
 
-def test_ctc_needs_a_frame_for_each_token():
+def test_ctc_needs_a_frame_for_each_token_but_not_of_translations():
     result = listing([0.8, 0.8], [10, 11])
     assert select(result, Limits(), data(frame_budget=100)).reasons == {"ctc_infeasible": 1}
     assert select(result, Limits(ctc=False), data(frame_budget=100)).reasons == {}
-
-
-def test_ctc_does_not_limit_translations():
-    result = replace(listing([0.8], [11]), different_prompts=(Prompt("de", "en", "translate"),))
-    assert select(result, Limits(), data(frame_budget=100)).reasons == {}
+    translated = replace(result, different_prompts=(Prompt("de", "en", "translate"),))
+    assert select(translated, Limits(), data(frame_budget=100)).reasons == {}
 
 
 def test_rate_outliers_are_those_among_texts_of_their_language():
@@ -329,3 +327,55 @@ def test_nothing_is_left(seconds):
 def test_frames_are_those_of_the_corpus(seconds):
     chosen = select(listing(seconds, [1] * len(seconds)), Limits(), data(frame_budget=1000))
     assert chosen.lengths.frames.tolist() == [Framing().frames(samples_in(s)) for s in seconds]
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def widths(picture, kind):
+    rects = ElementTree.fromstring(picture).iter(f"{SVG}rect")
+    return [float(rect.attrib["width"]) for rect in rects if rect.attrib["class"] == kind]
+
+
+def test_lengths_of_bars():
+    panels = [
+        Panel("share", [0.25, 1.0], ["75", "0"], [0.75, 0.0]),
+        Panel("seconds", [3.0, 1.5], ["3.0", "1.5"]),
+    ]
+    picture = draw(["a", "b"], panels, title="t")
+    full = max(widths(picture, "filled"))
+    assert widths(picture, "filled") == [full / 4, full, full, full / 2]
+    assert widths(picture, "rest") == [full * 3 / 4, 0, 0, 0]
+
+
+def test_everything_is_inside_and_names_are_escaped():
+    panels = [Panel("<p>", [1.0, 0.0], ["&", '"'])] * 3
+    picture = draw(["<script>", "b"], panels, title='"t" & <u>', legend=("x", "y"))
+    root = ElementTree.fromstring(picture)
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"<script>", "<p>", '"t" & <u>', "&", "x", "y"} <= set(texts)
+    assert root.attrib["aria-label"] == '"t" & <u>'
+    width, height = (float(root.attrib[name]) for name in ("width", "height"))
+    for rect in root.iter(f"{SVG}rect"):
+        x, y, w, h = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width
+        assert 0 <= y <= y + h <= height
+    assert "prefers-color-scheme: dark" in picture
+
+
+def test_bars_of_no_length():
+    assert max(widths(draw(["a"], [Panel("p", [0.0], ["0"])], title="t"), "filled")) == 0
+
+
+def test_a_heading_where_the_group_changes():
+    panels = [Panel("p", [1.0] * 3, ["1"] * 3)]
+    picture = draw(["a", "b", "c"], panels, title="t", groups=["one", "one", "two"])
+    texts = [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]
+    assert (texts.count("one"), texts.count("two")) == (1, 1)
+    tops = [float(r.attrib["y"]) for r in ElementTree.fromstring(picture).iter(f"{SVG}rect")][::2]
+    assert tops[2] - tops[1] == 2 * (tops[1] - tops[0])
+
+
+def test_a_bar_for_each_row():
+    with pytest.raises(ValueError, match="'p' must have 2 bars, one for each row"):
+        draw(["a", "b"], [Panel("p", [1.0], ["1"])], title="t")

@@ -1,9 +1,13 @@
 """A small model without randomness, and steps of it that ranks share unevenly."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
@@ -21,11 +25,20 @@ from effasr.training.step import TrainState, train_step
 from effasr.training.strategies.parallelism import full_weights
 
 VOCABULARY = 12
+ENDS = {"eos_id": 1, "pad_id": 0}
+ALONE = DistributedContext(0, 1, torch.device("cpu"))
+MakeBatch = Callable[[int], Any]
 
 
 def uneven_batch(number: int) -> Batch:
     """Micro-batches of unlike numbers of targets."""
-    return collate(examples_of(number), StaticShape(60, 40, 4), eos_id=1, pad_id=0)
+    return collate(examples_of(number), StaticShape(60, 40, 4), **ENDS)
+
+
+def empty_or_uneven(number: int) -> Batch:
+    """Without an utterance at the end of every second step of four."""
+    empty = collate([], StaticShape(60, 40, 4), **ENDS)
+    return empty if number % 8 == 3 else uneven_batch(number)
 
 
 def examples_of(number: int) -> list[Example]:
@@ -59,22 +72,67 @@ def quiet_config(optimizer: OptimizerConfig, **training) -> TrainConfig:
     )
 
 
+def with_loop(config: TrainConfig, **settings) -> TrainConfig:
+    return replace(config, training=replace(config.training, **settings))
+
+
 def make(config: TrainConfig, context: DistributedContext) -> tuple[ASRModel, TrainState]:
     model = build.build_model(config, VOCABULARY, None, context.device)
     return model, build.build_train_state(config, model, context)
 
 
-def train(model: ASRModel, state: TrainState, steps: range, own: slice) -> list[float]:
-    """Four micro-batches a step, the last of which may have no utterance."""
-    losses = []
-    empty = collate([], StaticShape(60, 40, 4), eos_id=1, pad_id=0)
+def train(
+    state: TrainState, steps: range, context: DistributedContext, make_batch: MakeBatch
+) -> list[Tensor]:
+    """Figures of steps of four micro-batches each, which ranks share."""
+    result = []
     for step in steps:
-        batches = [uneven_batch(4 * step + n) for n in range(4 if step % 2 else 3)]
-        batches += [empty] * (4 - len(batches))
-        figures = train_step(state, batches[own], step).read()
+        batches = [make_batch(4 * step + n) for n in range(4)][context.rank :: context.size]
+        torch.manual_seed(step)
+        report = train_step(state, batches, step)
+        figures = report.read()
         assert figures["finite"], "the step was not finite"
-        losses.append(figures["loss"])
-    return losses
+        result.append(torch.tensor([*figures.values(), *report.counts.read()[:2]]))
+    return result
+
+
+def outcome(
+    config: TrainConfig,
+    context: DistributedContext,
+    make_batch: MakeBatch = empty_or_uneven,
+    change: Callable[[ASRModel, TrainState], TrainState] = lambda model, state: state,
+    steps: int = 3,
+) -> list[Tensor]:
+    """Figures of each step, and the weights, averages and counts after them."""
+    model, state = make(config, context)
+    begun = weights(model, state)
+    # Those of the model that computes, which is another one when sharded. Experts count batches,
+    # of which ranks without a row have none.
+    gauges = [x for name, x in build.build_gauges(state).items() if name != "expert_use"]
+    state = change(model, state)
+    result = train(state, range(steps), context, make_batch)
+    ended = weights(model, state)
+    assert any((x - y).abs().max() > 0.005 for x, y in zip(begun, ended, strict=True))
+    result += [*ended, *state.statistics]
+    if state.average is not None:
+        with state.average.in_place():
+            result += weights(model, state)
+    counts = tree_leaves([gauge.state_dict() for gauge in gauges])
+    return [*result, *(context.all_reduce(x.double().clone()) for x in counts)]
+
+
+def alike(
+    context: DistributedContext,
+    make_batch: MakeBatch,
+    config: TrainConfig,
+    changed: TrainConfig | None = None,
+    strategies: tuple[str, ...] = ("fsdp2",),
+):
+    """On two ranks, and sharded over them, training is as on one."""
+    expected = outcome(config, ALONE, make_batch)
+    for strategy in strategies:
+        result = outcome(with_loop(changed or config, strategy=strategy), context, make_batch)
+        torch.testing.assert_close(expected, result, rtol=1e-5, atol=1e-5)
 
 
 def weights(model: ASRModel, state: TrainState) -> list[Tensor]:

@@ -138,45 +138,52 @@ def _tone(frequency: float, generator: np.random.Generator) -> np.ndarray:
 def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
     """A run of two micro-batches a step, with all that could make a resumed run differ."""
 
-    def make(*, data: dict | None = None, training: dict | None = None, **settings) -> TrainConfig:
-        data = {
+    def make(*, data: dict, training: dict, **settings) -> TrainConfig:
+        return TrainConfig(data=DataConfig(**data), training=LoopConfig(**training), **settings)
+
+    return varied(
+        make,
+        name="run",
+        output=str(tmp_path),
+        seed=3,
+        model=replace(model_config, spec_augment=SpecAugmentConfig(freq_masks=1, time_masks=1)),
+        loss=LossConfig(
+            ctc_weight=0.3,
+            transducer_weight=0.0,
+            ctc_weight_before=0.5,
+            guided_weight=1.0,
+            guided_after_ctc=8.0,
+        ),
+        schedule=ScheduleConfig(name="cosine", warmup_steps=4),
+        data={
             "train": str(tones / "train.jsonl"),
             "tokenizer": str(tones / "tokenizer"),
             "frame_budget": 60,
             "micro_batches": 2,
             "workers": 0,
-            **(data or {}),
-        }
-        loop = {
+        },
+        training={
             "max_steps": 12,
             "log_every": 1,
             "checkpoint_every": 4,
             "ema_decay": 0.9,
             "device": "cpu",
             "tensorboard": False,
-            **(training or {}),
-        }
-        defaults = {
-            "name": "run",
-            "output": str(tmp_path),
-            "seed": 3,
-            "model": replace(
-                model_config, spec_augment=SpecAugmentConfig(freq_masks=1, time_masks=1)
-            ),
-            "loss": LossConfig(
-                ctc_weight=0.3,
-                transducer_weight=0.0,
-                ctc_weight_before=0.5,
-                guided_weight=1.0,
-                guided_after_ctc=8.0,
-            ),
-            "schedule": ScheduleConfig(name="cosine", warmup_steps=4),
-        }
-        return TrainConfig(
-            **defaults | settings, data=DataConfig(**data), training=LoopConfig(**loop)
-        )
+        },
+    )
 
-    return make
+
+def varied(make: Callable[..., TrainConfig], **defaults) -> Callable[..., TrainConfig]:
+    """A maker of configurations with other defaults, also of ``data`` and ``training``."""
+
+    def changed(**settings) -> TrainConfig:
+        sections = {
+            name: defaults.get(name, {}) | (settings.get(name) or {})
+            for name in ("data", "training")
+        }
+        return make(**defaults | settings | sections)
+
+    return changed
 
 
 WORD_PAIRS = {"low": "tief", "middle": "mittel", "high": "hoch", "top": "oben"}
@@ -205,38 +212,24 @@ def pairs(tones, tmp_path_factory) -> Path:
 @pytest.fixture
 def make_with_text(make_config, pairs, tones, model_config) -> Callable[..., TrainConfig]:
     """Runs of three micro-batches of speech and one of text a step."""
-
-    def make(*, data: dict | None = None, **settings) -> TrainConfig:
-        sources = {"speech": f"{tones}/train.jsonl", "text": f"{pairs}/pairs.jsonl"}
-        defaults = {
-            "train": (),
-            "mix": configuration.from_mapping(MixConfig, {"sources": sources}),
-            "tokenizer": f"{pairs}/tokenizer",
-            "frame_budget": 40,
-            "micro_batches": 4,
-            "text_share": 0.25,
-        }
-        model = replace(model_config, text_encoder=TEXT_ENCODER)
-        return make_config(data=defaults | (data or {}), model=model, **settings)
-
-    return make
+    sources = {"speech": f"{tones}/train.jsonl", "text": f"{pairs}/pairs.jsonl"}
+    data = {
+        "train": (),
+        "mix": configuration.from_mapping(MixConfig, {"sources": sources}),
+        "tokenizer": f"{pairs}/tokenizer",
+        "frame_budget": 40,
+        "micro_batches": 4,
+        "text_share": 0.25,
+    }
+    return varied(make_config, data=data, model=replace(model_config, text_encoder=TEXT_ENCODER))
 
 
 @pytest.fixture
 def make_text_alone(make_config, pairs, model_config) -> Callable[..., TrainConfig]:
-    def make(*, data: dict | None = None, **settings) -> TrainConfig:
-        defaults = {
-            "train": f"{pairs}/pairs.jsonl",
-            "validation": f"{pairs}/pairs.jsonl",
-            "tokenizer": f"{pairs}/tokenizer",
-            "frame_budget": 100,
-            "text_share": 1,
-        }
-        model = replace(model_config, text_encoder=TEXT_ENCODER, ctc=False)
-        settings = {"model": model, "loss": LossConfig()} | settings
-        return make_config(data=defaults | (data or {}), **settings)
-
-    return make
+    manifest, model = f"{pairs}/pairs.jsonl", replace(model_config, text_encoder=TEXT_ENCODER)
+    data = {"train": manifest, "validation": manifest, "tokenizer": f"{pairs}/tokenizer"}
+    data |= {"frame_budget": 100, "text_share": 1}
+    return varied(make_config, data=data, model=replace(model, ctc=False), loss=LossConfig())
 
 
 def with_half_of_the_texts(tones: Path) -> Path:
@@ -253,28 +246,17 @@ def with_half_of_the_texts(tones: Path) -> Path:
 @pytest.fixture
 def make_with_teacher(make_config, tones) -> Callable[..., TrainConfig]:
     """Runs whose training set has a text in every second line."""
-    path = with_half_of_the_texts(tones)
-
-    def make(*, data: dict | None = None, training: dict | None = None, **settings) -> TrainConfig:
-        data = {"text": "optional", "train": str(path)} | (data or {})
-        training = {"teacher": TeacherConfig()} | (training or {})
-        settings = {"loss": LossConfig(ctc_weight=0.5)} | settings
-        return make_config(data=data, training=training, **settings)
-
-    return make
+    data = {"text": "optional", "train": str(with_half_of_the_texts(tones))}
+    loop = {"teacher": TeacherConfig()}
+    return varied(make_config, data=data, training=loop, loss=LossConfig(ctc_weight=0.5))
 
 
 @pytest.fixture
 def make_pretraining(make_config, model_config, tones) -> Callable[..., TrainConfig]:
     """Runs of BEST-RQ on the training set, half of whose lines lack a text."""
-    path = with_half_of_the_texts(tones)
+    data = {"text": "ignored", "train": str(with_half_of_the_texts(tones)), "tokenizer": ""}
     model = replace(model_config, decoder=None, ctc=False, best_rq=BEST_RQ)
-
-    def make(*, data: dict | None = None, **settings) -> TrainConfig:
-        data = {"text": "ignored", "train": str(path), "tokenizer": ""} | (data or {})
-        return make_config(**{"model": model, "loss": LossConfig(), "data": data} | settings)
-
-    return make
+    return varied(make_config, data=data, model=model, loss=LossConfig())
 
 
 @pytest.fixture(scope="session")
@@ -289,12 +271,13 @@ def make_lora_config(make_config, base) -> Callable[..., TrainConfig]:
         loop = {"max_steps": 2, "ema_decay": None}
         assert run(make_config(name="base", output=str(base), training=loop)) == 0
 
-    def make(lora: LoRAConfig = LORA, **settings):
-        data = {"tokenizer": ""} | settings.pop("data", {})
-        defaults = {"init_from": str(base / "base"), "optimizer": OptimizerConfig(lr=0.02)}
-        return make_config(data=data, lora=lora, **defaults | settings)
-
-    return make
+    return varied(
+        make_config,
+        data={"tokenizer": ""},
+        lora=LORA,
+        init_from=str(base / "base"),
+        optimizer=OptimizerConfig(lr=0.02),
+    )
 
 
 @pytest.fixture
@@ -314,11 +297,7 @@ def mix(folder: Path, **fields) -> MixConfig:
 
 @pytest.fixture
 def make_mixed(make_config, sources) -> Callable[..., TrainConfig]:
-    def make(*, epoch: str = "infinite", data: dict | None = None, **settings) -> TrainConfig:
-        data = {"train": (), "mix": mix(sources, epoch=epoch)} | (data or {})
-        return make_config(data=data, **settings)
-
-    return make
+    return varied(make_config, data={"train": (), "mix": mix(sources, epoch="infinite")})
 
 
 @pytest.fixture

@@ -1,15 +1,31 @@
-"""Each detector on figures where it must speak, and where it must not."""
+"""Detectors on figures where they must speak and must not, their probe, and whole runs."""
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from rich.cells import cell_len
 
+from effasr.checkpoint import load_model, resolve
+from effasr.data.audio.waveform import load_audio
+from effasr.data.collate import Example, collate
+from effasr.data.manifest.cuts import prompt_of
+from effasr.data.manifest.reader import read
+from effasr.data.tokenizer import load_tokenizer
+from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.evaluation.result import Evaluation, ScoredUtterance
 from effasr.evaluation.wer import ErrorCounts, count_errors
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
+from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.transducer import TransducerConfig
+from effasr.nn.experts import ExpertsConfig
+from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import DiagnosticsConfig
 from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.detectors import (
@@ -26,7 +42,10 @@ from effasr.training.diagnostics.detectors import (
     is_loop,
 )
 from effasr.training.diagnostics.monitor import Diagnostics
-from effasr.training.diagnostics.probe import ProbeSums
+from effasr.training.diagnostics.probe import Probe, ProbeSums
+from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.trainer import run
+from effasr_kernels import pack
 
 CONFIG = DiagnosticsConfig()
 SHORT = CTCBaseline(loss=4.0, entropy=4.1, frames_per_token=1.8)
@@ -348,3 +367,231 @@ def test_examples_fit_in_100_columns():
 def test_error_messages(field, value):
     with pytest.raises(ValueError, match=f"`{field}` must be at least .* but is {value}"):
         DiagnosticsConfig(**{field: value})
+
+
+EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
+
+
+@pytest.fixture(scope="module")
+def noise(tones, tmp_path_factory):
+    """The texts of the tones, to audio that has nothing to do with them."""
+    folder = tmp_path_factory.mktemp("noise")
+    draw = np.random.default_rng(0)
+    for name in ("train", "test"):
+        lines = [json.loads(line) for line in (tones / f"{name}.jsonl").read_text().splitlines()]
+        for line in lines:
+            audio = 0.1 * draw.normal(size=round(line["duration"] * 16_000))
+            soundfile.write(folder / line["audio_filepath"], audio.astype(np.float32), 16_000)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return folder
+
+
+def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsys):
+    config = make_config(
+        data={"train": str(noise / "train.jsonl"), "validation": str(noise / "test.jsonl")},
+        training={
+            "max_steps": 24, "log_every": 4, "validate_every": 8, "ema_decay": None,
+            "diagnostics": EAGER, "tensorboard": True,
+        },
+        optimizer=OptimizerConfig(lr=3e-3),
+    )  # fmt: skip
+    assert run(config) == 0
+    folder = tmp_path / "run"
+    warned = read_lines(folder / "warnings.jsonl")
+    assert {"ctc_plateau", "ignores_audio", "stuck_error_rate"} <= {x["warning"] for x in warned}
+    assert len({(x["warning"], x["step"]) for x in warned}) == len(warned)
+    begun = [x["warning"] for x in warned if x["active"]]
+    assert begun.count("ctc_plateau") == begun.count("ignores_audio") == 1
+    assert all(x["cause"] and x["remedy"] for x in warned if x["active"])
+    visible = capsys.readouterr().err
+    joined = " ".join(visible.split())
+    for x in warned:
+        assert x["title"] in joined
+        assert not x["active"] or (x["cause"] in joined and x["remedy"] in joined)
+    warnings = visible[visible.index("warning: ") :].splitlines()
+    assert max(len(line) for line in warnings if "RTFx" not in line) <= 100
+    metrics = read_lines(folder / "metrics.jsonl")
+    begins = next(x["step"] for x in warned if x["warning"] == "ctc_plateau")
+    assert [line["warning_ctc_plateau"] for line in metrics] == [
+        line["step"] >= begins for line in metrics
+    ]
+    assert metrics[-1]["ctc_of_no_audio"] > 0.9
+    (first, *_, last) = read_lines(folder / "validation.jsonl")
+    assert [x["id"] for x in first["examples"]] == [x["id"] for x in last["examples"]]
+    assert len(last["examples"]) == 2
+    assert last["examples"][0]["reference"] in visible
+    # The probe reads all six, and the validation loss is a mean per token.
+    assert last["cross_entropy"] == pytest.approx(metrics[-1]["cross_entropy"], rel=0.3)
+    assert last["cross_entropy_other_audio"] - last["cross_entropy"] == pytest.approx(
+        last["audio_gain"]
+    )
+    assert abs(last["audio_gain"]) < 0.05 * last["cross_entropy"]
+    assert 0 <= last["ctc_blank_share"] <= 1
+    assert any((folder / "tensorboard").iterdir())
+
+
+@pytest.mark.extended
+def test_diagnostics_change_nothing(make_config, tones, tmp_path):
+    loop = {"validate_every": 3, "max_steps": 12, "log_every": 2}
+    for name, settings in (("with", EAGER), ("without", None)):
+        training = loop | {"diagnostics": settings}
+        data = {"validation": str(tones / "test.jsonl")}
+        assert run(make_config(name=name, data=data, training=training)) == 0
+    warned, silent = (read_lines(tmp_path / x / "warnings.jsonl") for x in ("with", "without"))
+    assert warned
+    assert silent == []
+    lines, plain = (read_lines(tmp_path / x / "metrics.jsonl") for x in ("with", "without"))
+    assert any(line[key] is True for line in lines for key in line if key.startswith("warning_"))
+    assert not any(key.startswith("warning_") for line in plain for key in line)
+    assert [line["loss"] for line in plain] == [line["loss"] for line in lines]
+    assert "audio_gain" not in read_lines(tmp_path / "without" / "validation.jsonl")[0]
+    first, other = (
+        load_model(resolve(tmp_path / name)).model.state_dict() for name in ("with", "without")
+    )
+    assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+@pytest.fixture
+def cuts(tones):
+    return sorted(read(tones / "test.jsonl"), key=lambda cut: -cut.duration)
+
+
+@pytest.fixture
+def tokenizer(tones):
+    return load_tokenizer(tones / "tokenizer")
+
+
+def make_model(tokenizer, **options) -> ASRModel:
+    config = ModelConfig(
+        **{
+            "encoder": FastConformerConfig(
+                width=16, layers=1, heads=2, feed_forward=16, subsampling_channels=4,
+                residual_dropout=0.5, conv_norm="layer_norm",
+            ),
+            "decoder": DecoderConfig(width=16, layers=1, heads=2, feed_forward=16),
+            "ctc": True,
+            "transducer": TransducerConfig(width=8, joint=8),
+            **options,
+        },
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = ASRModel(config, tokenizer.vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2.0)
+    return model
+
+
+def batch_alone(cut, tokenizer):
+    prompt = prompt_of(cut)
+    text = tokenizer.encode(cut.supervisions[0].text, prompt.target)
+    example = Example(cut.id, load_audio(cut), tokenizer.prompt(prompt), text)
+    return collate([example], eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id)
+
+
+@torch.no_grad()
+def expected_sums(model, tokenizer, cuts, groups) -> ProbeSums:
+    """Each utterance alone; with other audio that of the next one in its group."""
+    model.eval()
+    sums, batches = ProbeSums(), [batch_alone(cut, tokenizer) for cut in cuts]
+    encoded = [model.encode(batch) for batch in batches]
+    for group in groups:
+        for position, index in enumerate(group):
+            batch, local = batches[index], encoded[index]
+            losses = model(batch)
+            frames, targets = batch.frame_lengths[0], float(batch.num_targets)
+            best = model.ctc_logits(local.values).argmax(-1)
+            message = transducer_greedy(model.transducer, local, 10)
+            sums += ProbeSums(
+                targets=targets,
+                own=float(losses.cross_entropy),
+                ctc_targets=targets,
+                ctc_loss=float(losses.ctc),
+                ctc_frames=frames,
+                ctc_blanks=float((best == tokenizer.vocab_size).sum()),
+                transducer_targets=targets,
+                transducer_loss=float(losses.transducer),
+                transducer_frames=frames,
+                labels=len(message[0]),
+                tokens=targets - 1,
+                frames=frames,
+            )
+            if len(group) < 2:
+                continue
+            other = encoded[group[(position + 1) % len(group)]]
+            hidden, _ = model.decode(batch.tokens, pack([other.unpack()[0]]))
+            counted = batch.targets >= 0
+            scores = model.logits(hidden[counted]).log_softmax(-1)
+            sums += ProbeSums(
+                paired_targets=targets,
+                paired_own=float(losses.cross_entropy),
+                paired_other=-float(scores.gather(1, batch.targets[counted, None]).sum()),
+            )
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("count", "budget", "groups"),
+    [
+        (32, 10_000, [[0, 1, 2, 3, 4, 5]]),
+        (32, 1, [[n] for n in range(6)]),
+        # Fewer utterances are spread over the set.
+        (2, 500, [[0, 3]]),
+    ],
+)
+def test_sums_are_those_of_each_utterance(cuts, tokenizer, count, budget, groups):
+    model = make_model(tokenizer)
+    probe = Probe(cuts, model, tokenizer, count=count, frame_budget=budget)
+    model.train()
+    state = torch.get_rng_state()
+    result = probe()
+    assert torch.equal(torch.get_rng_state(), state), "a resumed run draws the same"
+    assert all(module.training for module in model.modules())
+    requested = expected_sums(model, tokenizer, cuts, groups)
+    for name in ProbeSums.__slots__:
+        assert getattr(result, name) == pytest.approx(getattr(requested, name), rel=1e-4), name
+    if budget > 1:
+        assert abs(result.other_audio - result.own_audio) > 1e-3, "the test needs a difference"
+        assert result.summary()["audio_gain"] == result.other_audio - result.own_audio
+    else:
+        assert result.own_audio is None
+        assert "audio_gain" not in result.summary()
+    assert probe() == result
+
+
+def test_without_a_decoder_or_a_head_nothing_is_claimed_of_it(cuts, tokenizer):
+    heads = {"decoder": "cross_entropy", "ctc": "ctc", "transducer": "transducer"}
+    for selected, field in heads.items():
+        options = {"decoder": None, "ctc": False, "transducer": None}
+        del options[selected]
+        model = make_model(tokenizer, **options)
+        result = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
+        assert {name for name in heads.values() if name in result.summary()} == {field}
+        assert (result.ctc_blank_share is None) == (selected != "ctc")
+        assert (result.transducer_blank_share is None) == (selected != "transducer")
+
+
+def test_what_cannot_be_used_is_left_out(cuts, tokenizer):
+    model = make_model(
+        tokenizer, decoder=DecoderConfig(width=16, layers=1, heads=2, feed_forward=16,
+                                         max_positions=8)
+    )  # fmt: skip
+    fitting = [cut for cut in cuts if batch_alone(cut, tokenizer).num_tokens <= 8]
+    assert 0 < len(fitting) < len(cuts), "the test needs texts that are too long"
+    result = Probe(cuts, model, tokenizer, count=32, frame_budget=500)()
+    assert result.targets == sum(batch_alone(cut, tokenizer).num_targets for cut in fitting)
+    cuts[0].recording.sources[0].source = "/nowhere.wav"
+    assert Probe(cuts[:1], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
+    assert Probe([], model, tokenizer, count=32, frame_budget=500)() == ProbeSums()
+
+
+def test_a_request_without_an_expert_is_left_out(cuts, tokenizer):
+    def measure(*languages: str) -> ProbeSums:
+        experts = ExpertsConfig(count=len(languages), route="language", names=languages)
+        encoder = replace(make_model(tokenizer).config.encoder, experts=experts)
+        model = make_model(tokenizer, encoder=encoder)
+        return Probe(cuts[1:], model, tokenizer, count=32, frame_budget=500)()
+
+    assert measure("xx") == ProbeSums()
+    assert measure("xx", "en") != ProbeSums()

@@ -1,17 +1,30 @@
 """Runs that were killed, and runs on several ranks, against one that was left alone."""
 
-import importlib.util
 import os
 import signal
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 
+from effasr import config as configuration
 from effasr.checkpoint import load_model
+from effasr.data.audio.augmentation.config import (
+    AudioAugmentationConfig,
+    NoiseConfig,
+    ReverberationConfig,
+    TelephoneConfig,
+)
 from effasr.distributed import tensor_files
+from effasr.model.transducer import TransducerConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import DiagnosticsConfig, TeacherConfig, TrainConfig
+from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.run_ranks import recipe_of, started, train_on_ranks
@@ -21,10 +34,6 @@ MEASURED = {
     "data_wait_s", "step_s", "useful_tflops", "peak_memory_bytes", "slowest_rank", "rank_wait_s",
     "seconds", "rtfx",
 }  # fmt: skip
-needs_pytorch_optimizer = pytest.mark.skipif(
-    importlib.util.find_spec("pytorch_optimizer") is None,
-    reason="pytorch_optimizer is not installed",
-)
 STEPS = 20
 LONG = {"max_steps": STEPS, "checkpoint_every": 5, "keep": 10}
 
@@ -84,35 +93,88 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path):
 
 LAMB = OptimizerConfig(name="lamb", lr=0.01)
 EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
+PARTS = ("encoder.layers.*.conv", "decoder.embed_tokens")
+LSTM = TransducerConfig(width=12, joint=12, dropout=0.1)
+STATELESS = replace(LSTM, predictor="stateless")
+BUCKETED = {"strategy": "sync_bucketed_2d", "buckets": 3}
+
+# Of each run: its fixture, the loop and other settings; "model" has the fields that differ.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "text": ("make_with_text", {}, {}),
+    "text alone": ("make_text_alone", {"freeze": ("encoder",)}, {}),
+    "teacher": ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}, {}),
+    "pretraining": ("make_pretraining", {"validates": True}, {}),
+    "lora": ("make_lora_config", {}, {}),
+    "freeze": ("make_config", {"freeze": PARTS}, {}),
+    "mixed": ("make_mixed", {}, {}),
+    "diagnostics": ("make_config", {"validates": True, "diagnostics": EAGER}, {}),
+    "lamb": ("make_config", {}, {"optimizer": LAMB}),
+    "random": ("make_config", {}, {"data": {"strategy": "random", "padded": True}}),
+    "bucketed": ("make_config", {}, {"data": BUCKETED | {"padded": True}}),
+    "lstm": ("make_config", {"validates": True}, {"model": {"transducer": LSTM}}),
+    "stateless": ("make_config", {"validates": True}, {"model": {"transducer": STATELESS}}),
+}
 
 
-@pytest.mark.parametrize(
-    ("maker", "training", "settings"),
-    [
-        ("make_with_text", {}, {}),
-        ("make_text_alone", {"freeze": ("encoder",)}, {}),
-        ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}, {}),
-        ("make_pretraining", {"validates": True}, {}),
-        ("make_lora_config", {}, {}),
-        ("make_config", {"freeze": ("encoder.layers.*.conv", "decoder.embed_tokens")}, {}),
-        ("make_mixed", {}, {}),
-        ("make_config", {"validates": True, "diagnostics": EAGER}, {}),
-        pytest.param("make_config", {}, {"optimizer": LAMB}, marks=needs_pytorch_optimizer),
-    ],
-)
-@pytest.mark.representative(maker="make_text_alone")
-def test_an_interrupted_run_ends_alike(maker, training, settings, request, tones, tmp_path):
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.representative(case=["text alone", "random"])
+def test_an_interrupted_run_ends_alike(case, request, model_config, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
-    make = request.getfixturevalue(maker)
-    data = {"validation": str(tones / "test.jsonl")} if "validates" in training else {}
+    maker, training, settings = CASES[case]
+    if case == "lamb":
+        pytest.importorskip("pytorch_optimizer")
+    make = partial(request.getfixturevalue(maker), **settings)
+    if "model" in settings:
+        model = replace(model_config, decoder=None, **settings["model"])
+        make = partial(make, model=model, loss=LossConfig())
     # Lines of two steps, so that runs stop in the middle of one.
     loop = {"max_steps": 8, "checkpoint_every": 3, "validate_every": 3, "log_every": 2} | training
-    loop.pop("validates", None)
-    assert run(make(name="straight", data=data, training=loop, **settings)) == 0
+    if loop.pop("validates", False):
+        make = partial(make, data={"validation": str(tones / "test.jsonl")})
+    assert run(make(name="straight", training=loop)) == 0
     for stop_at in (3, 5, 8, None):
-        training = loop | {"stop_at": stop_at}
-        assert run(make(name="stopped", data=data, training=training, **settings)) == 0
+        assert run(make(name="stopped", training=loop | {"stop_at": stop_at})) == 0
     assert_same_end(tmp_path / "stopped", tmp_path / "straight", 8)
+    if "data" in settings:
+        with pytest.raises(ValueError, match=r"`data\.strategy` must stay .* but is 'packed'"):
+            run(make(name="stopped", data={}))
+        data = settings["data"] | {"padded": False}
+        with pytest.raises(ValueError, match=r"`data\.padded` must stay True"):
+            run(make(name="stopped", data=data))
+
+
+@pytest.mark.extended
+def test_a_run_on_changed_audio_ends_alike(make_config, tmp_path):
+    """Also where the noise has moved; what changes the audio must stay."""
+    (tmp_path / "noise").mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("one", "two"):
+        soundfile.write(tmp_path / f"noise/{name}.wav", 0.1 * rng.standard_normal(9000), 16_000)
+    augment = AudioAugmentationConfig(
+        noise=NoiseConfig(manifests=f"{tmp_path}/noise"),
+        reverberation=ReverberationConfig(simulated=True),
+        telephone=TelephoneConfig(),
+    )
+    data = {"speed_perturbation": (1.0, 1.1), "audio_augmentation": augment, "workers": 1}
+    make = partial(make_config, data=data, training={"max_steps": 6})
+    recipe = recipe_of(make(name="stopped"))
+
+    def go(*overrides: str) -> int:
+        return run(configuration.load(TrainConfig, recipe, overrides))
+
+    assert run(make(name="straight")) == 0
+    assert go("training.stop_at=2") == 0
+    (tmp_path / "noise").rename(tmp_path / "moved")
+    moved = f"data.audio_augmentation.noise.manifests=[{tmp_path}/moved]", "data.workers=0"
+    assert go(*moved) == 0
+    assert_same_end(tmp_path / "stopped", tmp_path / "straight", 6)
+    for field, value, before in (
+        ("data.audio_augmentation.noise.snr", "[1, 2]", r"\[5\.0, 20\.0\]"),
+        ("data.audio_augmentation.telephone", "null", r"\{'probability'"),
+        ("data.speed_perturbation", "[1.0]", r"\[1\.0, 1\.1\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"`{field}` must stay {before}"):
+            go(*moved, "training.max_steps=7", f"{field}={value}")
 
 
 @pytest.mark.slow

@@ -1,9 +1,24 @@
+"""Figures of a step and the work that they stand for, and how they are shown."""
+
+import io
+
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
+from effasr.data.sampling.cost import CostModel
+from effasr.distributed.process_group import DistributedContext
+from effasr.training import metrics as meters
+from effasr.training.flops import peak_flops, peak_of, work_of
 from effasr.training.metrics import TrainingMetrics
+from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay, describe
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import StepReport
-from effasr.training.step_stats import HostCopy, StepCounts
+from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
+from effasr.training.trainer import run
 
 CPU = torch.device("cpu")
 
@@ -46,6 +61,8 @@ def test_a_line_holds_means_per_step_since_the_one_before():
 def test_the_newest_report_is_left_for_the_device_to_finish():
     meter = TrainingMetrics(CPU)
     meter.add(report(0, finite=False))
+    with pytest.raises(RuntimeError, match="collect"):
+        meter.state_dict()
     assert meter.collect() == []
     assert not meter.stopping
     meter.add(report(1, stopping=1))
@@ -68,24 +85,155 @@ def test_steps_without_an_update_do_not_spoil_the_means():
     assert (line["loss"], line["grad_norm"], line["skipped"]) == (None, None, 2)
 
 
-def test_a_line_is_the_same_after_resuming_between_two_lines():
-    meters = [TrainingMetrics(CPU), TrainingMetrics(CPU)]
-    for meter in meters:
-        meter.add(report(0, 1.0))
-    with pytest.raises(RuntimeError, match="collect"):
-        meters[0].state_dict()
-    for meter in meters:
-        meter.collect(keep_pending=0)
-    resumed = TrainingMetrics(CPU)
-    resumed.load_state_dict(meters[0].state_dict())
-    for meter in (meters[1], resumed):
-        meter.add(report(1, 2.5))
-        meter.collect(keep_pending=0)
-    first, second = meters[1].line(2, 0), resumed.line(2, 0)
-    assert first | {"peak_memory_bytes": 0} == second | {"peak_memory_bytes": 0}
-
-
 def test_counts_survive_the_trip_over_the_device():
     counts = StepCounts(2**40 + 1, 7, 0.1, 3, 4, 5, 6, 1, 4, 2e15, 1e15, (1.0, 2.0, 6.0))
     assert StepCounts.from_values(HostCopy(counts.tensor(CPU)).read()) == counts
     assert counts.rank_imbalance == pytest.approx(1.0)
+
+
+COST = CostModel(frame=100, frame_pair=3, token=50, token_pair=2, token_frame=7)
+
+
+def example(name: str, frames: int, tokens: int) -> Example:
+    audio = np.zeros(frames * 1280, dtype=np.float32)
+    return Example(name, audio, [1], list(range(tokens - 1)), True)
+
+
+EXAMPLES = [example("a", 10, 4), example("b", 3, 2)]
+
+
+def by_hand(frames: int, tokens: int) -> int:
+    return 100 * frames + 3 * frames**2 + 50 * tokens + 2 * tokens**2 + 7 * tokens * frames
+
+
+USEFUL = by_hand(10, 4) + by_hand(3, 2)
+SHAPE = StaticShape(20, 9, 4)
+
+
+@pytest.mark.parametrize(
+    ("examples", "shape", "padded", "computed"),
+    [
+        (EXAMPLES, None, False, USEFUL),
+        # The tail of a static shape is linear.
+        (EXAMPLES, SHAPE, False, USEFUL + 100 * 7 + 50 * 3),
+        # Padded utterances cost as much as the longest.
+        (EXAMPLES, None, True, 2 * by_hand(10, 4)),
+        ([], SHAPE, False, 100 * 20 + 50 * 9),
+    ],
+)
+def test_useful_and_computed_work(examples, shape, padded, computed):
+    batch = collate(examples, shape, eos_id=0, pad_id=0, padded=padded)
+    assert work_of([batch] * 2, COST) == (6 * USEFUL if examples else 0, 6 * computed)
+
+
+def test_what_is_computed_again_counts_once_with_its_padding():
+    batches = [collate(EXAMPLES, SHAPE, eos_id=0, pad_id=0)] * 2
+    context = DistributedContext(0, 1, torch.device("cpu"))
+    again = CostModel(frame=10, frame_pair=0, token=0, token_pair=0, token_frame=0)
+    for recomputed, expected in ((None, 0), ((again, None), 2 * 10 * 20)):
+        costs = StepCosts(COST, None, recomputed)
+        counts = StepCounts.from_batches(batches, context, False, costs)
+        assert counts.recomputed_flops == expected
+        assert counts.work == (work_of(batches, COST)[1],)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("Some Accelerator 3000", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_peaks_by_name(name, tflops):
+    assert peak_of(name) == (None if tflops is None else tflops * 1e12)
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_a_line_of_metrics_has_the_share_of_the_peak(monkeypatch):
+    monkeypatch.setattr(meters, "peak_flops", lambda device: 100e12)
+    meter = TrainingMetrics(torch.device("cpu"), ranks=2)
+    flops = {"useful_flops": 160e12, "computed_flops": 240e12, "hardware_flops": 320e12}
+    meter._sums = {"steps": 2} | flops
+    meter.time(0.5, 0.0)
+    meter.time(1.5, 0.0)
+    line = meter.line(2, 0)
+    assert line["mfu"] == pytest.approx(0.4)
+    assert line["mfu_with_padding"] == pytest.approx(0.6)
+    assert line["hfu"] == pytest.approx(0.8)
+    assert line["useful_tflops"] == pytest.approx(40)
+
+
+def test_a_run_logs_what_it_computes_again(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(meters, "peak_flops", lambda device: 1e12)
+    shares = []
+    for name, recomputed in (("plain", False), ("all", True)):
+        training = {"max_steps": 2, "activation_checkpointing": recomputed}
+        assert run(make_config(name=name, training=training)) == 0
+        lines = read_lines(tmp_path / name / "metrics.jsonl")
+        shares.append([line["hfu"] / line["mfu_with_padding"] for line in lines])
+    assert shares[0] == [1, 1]
+    # A whole forward more would be a third.
+    assert all(1.01 < share < 4 / 3 for share in shares[1])
+
+
+LINE = {
+    "step": 50,
+    "loss": 1.23456,
+    "step_s": 0.5,
+    "audio_seconds": 200.0,
+    "padding_frames": 0.004,
+    "data_wait_s": 0.01,
+}
+
+
+def test_the_figures_are_those_of_the_line():
+    text = describe(LINE, ranks=2)
+    assert text == "loss 1.2346  RTFx 200 per rank  padding 0.4 %  data wait 2 %"
+    hybrid = describe(LINE | {"transducer": 2.34567}, ranks=2)
+    assert hybrid.startswith("loss 1.2346 (transducer 2.3457)  RTFx 200")
+    assert describe(LINE | {"transducer": LINE["loss"]}, ranks=2) == text
+    assert describe(LINE | {"loss": None}, ranks=1).startswith("loss -  RTFx 400")
+
+
+def test_without_a_terminal_there_is_one_plain_line_per_entry():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=40)
+    with ProgressDisplay(170, 0, 1, console, validate_every=30) as display:
+        display.advance(49)
+        display.metrics(LINE)
+        display.show("validation: [WER] 0.1")
+        display.validation_s = 30.0
+        display.metrics(LINE | {"step": 110})
+    first, second, third = out.getvalue().splitlines()
+    assert first.startswith("step 50/170  loss 1.2346")
+    assert first.endswith("ETA 0:01:00")
+    assert second == "validation: [WER] 0.1"
+    assert third.endswith("ETA 0:01:30")  # 60 steps and two validations
+
+
+def test_the_line_of_progress_fits_80_columns():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80)
+    with ProgressDisplay(total=2_200, done=0, ranks=1, console=console) as display:
+        display.metrics(LINE | {"data_wait_s": 0.05})
+    assert "50/2200" in out.getvalue()
+    assert "padding 0.4 %  data wait 10 % ETA" in out.getvalue()
+
+
+def test_other_ranks_say_nothing(capsys):
+    with SilentDisplay() as display:
+        display.metrics(LINE)
+        display.show("hello")
+    assert capsys.readouterr() == ("", "")

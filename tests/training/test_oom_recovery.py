@@ -1,12 +1,21 @@
-"""Steps in which memory runs out, by failures that are put in."""
+"""Steps in which memory runs out, by failures that are put in: on one rank, and on one of two."""
 
+import itertools
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from effasr.data.batch import Batch
 from effasr.data.collate import collate
+from effasr.distributed.ddp import replicate
+from effasr.distributed.grad_sync import DDPGradientSync
+from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
+from effasr.optim.adamw import OptimizerConfig
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from effasr.training.fault_tolerance.oom_recovery import (
     OutOfMemory,
@@ -17,6 +26,8 @@ from effasr.training.fault_tolerance.oom_recovery import (
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import StepReport, TrainState, train_step
 from effasr.training.trainer import run
+from tests.support.quiet_run import make, quiet_config
+from tests.support.run_ranks import check_ranks, run_ranks
 from tests.training.conftest import make_batch, without_randomness
 from tests.training.shortage import CPU_ERROR, shortage, torch_error
 
@@ -50,28 +61,40 @@ def splits(report: StepReport) -> float:
     return report.read()["splits"]
 
 
+def check_as_without(quiet, steps: list[list[Batch]], *calls: int, where: str) -> list[int]:
+    """Let calls of the last step fail; returns how many utterances each of its calls has."""
+    (model, state), (straight, expected) = quiet(), quiet()
+    seen, requested = gradients_seen(state), gradients_seen(expected)
+    for step, batches in enumerate(steps):
+        failing = calls if step + 1 == len(steps) else ()
+        with shortage(model, *failing, where=where) as called:
+            report = train_step(state, batches, step)
+        plain = train_step(expected, batches, step)
+    assert splits(report) == len(calls)
+    torch.testing.assert_close(seen, requested, rtol=1e-5, atol=1e-6)
+    for (name, x), y in zip(model.named_parameters(), straight.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, msg=name)
+    figures = plain.read() | {"splits": splits(report)}
+    assert report.read() == pytest.approx(figures, rel=1e-5)
+    losses, names = zip(*map(losses_of, (report, plain)), strict=True)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    assert names[0] == names[1]
+    # Nothing of the pieces' shapes is left behind.
+    after = train_step(state, steps[0], len(steps))
+    assert (splits(after), after.read()["finite"]) == (0, 1)
+    return [len(batch.ids) for batch in called]
+
+
+def losses_of(report: StepReport) -> tuple[torch.Tensor, list[str]]:
+    losses = torch.cat([x[: len(batch.ids)] for batch, x in report.micro_batches])
+    return losses, [name for batch, _ in report.micro_batches for name in batch.ids]
+
+
 @pytest.mark.parametrize(("call", "where"), PLACES)
 @pytest.mark.representative(call=[0, 1], where="backward")
 @pytest.mark.representative(call=2, where="forward")
 def test_the_step_is_that_which_would_have_been(quiet, batches, call, where):
-    (model, train_state), (straight, expected) = quiet(), quiet()
-    seen, requested = gradients_seen(train_state), gradients_seen(expected)
-    for step in range(2):
-        with shortage(model, *([call] if step == 1 else []), where=where):
-            report = train_step(train_state, batches[3 * step : 3 * step + 3], step)
-        plain = train_step(expected, batches[3 * step : 3 * step + 3], step)
-    assert splits(report) == 1
-    torch.testing.assert_close(seen, requested, rtol=1e-5, atol=1e-6)
-    for (name, x), y in zip(model.named_parameters(), straight.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, msg=name)
-    expected = plain.read() | {"splits": report.read()["splits"]}
-    assert report.read() == pytest.approx(expected, rel=1e-5)
-    losses = torch.cat([x[: len(b.ids)] for b, x in report.micro_batches])
-    plain_losses = torch.cat([x[: len(b.ids)] for b, x in plain.micro_batches])
-    torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=1e-5)
-    assert [n for b, _ in report.micro_batches for n in b.ids] == [
-        n for b in batches[3:6] for n in b.ids
-    ]
+    check_as_without(quiet, [batches[:3], batches[3:]], call, where=where)
 
 
 def test_more_than_one_failure(quiet, batches):
@@ -83,17 +106,8 @@ def test_more_than_one_failure(quiet, batches):
         # The first, its halves, the second, the halves of both.
         ((0, 3), [3, 1, 2, 3, 1, 1, 2, 2]),
     ):
-        (model, train_state), (_, expected) = quiet(), quiet()
-        seen, requested = gradients_seen(train_state), gradients_seen(expected)
-        with shortage(model, *failing, where="backward") as calls:
-            report = train_step(train_state, batches[:2], 0)
-        train_step(expected, batches[:2], 0)
-        assert sorted(len(batch.ids) for batch in calls) == sorted(sizes)
-        assert [name for b, _ in report.micro_batches for name in b.ids] == [
-            name for b in batches[:2] for name in b.ids
-        ]
-        assert splits(report) == 2
-        torch.testing.assert_close(seen, requested, rtol=1e-5, atol=1e-6)
+        called = check_as_without(quiet, [batches[:2]], *failing, where="backward")
+        assert sorted(called) == sorted(sizes)
 
 
 def test_nothing_is_left_of_the_attempt_that_failed(make_train_state, batches):
@@ -181,16 +195,6 @@ def test_what_counts_as_want_of_memory():
     assert is_out_of_memory(real.value)
 
 
-def test_batches_of_one_shape_go_on_after_it(quiet):
-    """Nothing of the pieces' shapes is left behind."""
-    model, train_state = quiet()
-    for step in range(3):
-        with shortage(model, *([1] if step == 0 else []), where="backward"):
-            report = train_step(train_state, [make_batch(step), make_batch(step + 5)], step)
-    assert splits(report) == 0
-    assert report.read()["finite"]
-
-
 def test_pieces_are_not_compiled(quiet, batches, monkeypatch):
     """They have shapes of their own, and a compiler would take minutes for each."""
     model, train_state = quiet()
@@ -227,7 +231,7 @@ def test_a_run_tells_once_and_counts(make_config, tmp_path, monkeypatch, caplog)
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["oom_splits"] == 2
 
 
-def test_the_parts_hold_what_the_whole_held(batches):
+def test_the_parts_hold_what_the_whole_held_and_no_tail(batches):
     whole = batches[0]
     parts = split(whole)
     assert parts[0].ids + parts[1].ids == whole.ids
@@ -243,11 +247,7 @@ def test_the_parts_hold_what_the_whole_held(batches):
     assert torch.equal(targets, whole.targets[: whole.tokens.layout.total])
     frames = [length for part in parts for length in part.frames.lengths]
     assert frames == list(whole.frames.lengths[:3])
-
-
-def test_the_parts_have_no_tail_and_no_memory_of_the_whole(batches):
-    whole = batches[0]
-    first, _ = split(whole)
+    first = parts[0]
     assert not first.frames.has_tail
     assert first.audio.values.shape[0] == first.audio.layout.total
     assert first.audio.values.untyped_storage().nbytes() < whole.audio.values.nbytes
@@ -274,3 +274,81 @@ def test_a_single_utterance_cannot_be_split(batches):
         split(alone)
     with pytest.raises(ValueError, match="has 0"):
         split(collate([], eos_id=1, pad_id=0))
+
+
+STEPS, MICRO_BATCHES = 3, 3
+
+
+def wrapped_quiet(context: DistributedContext, *, one_bucket: bool) -> tuple[ASRModel, TrainState]:
+    """Nothing random, no batch norm; by default a bucket of gradients for every few parameters."""
+    alone = DistributedContext(0, 1, context.device)
+    model, train_state = make(quiet_config(OptimizerConfig(eps=1e-4)), alone)
+    wrapped = replicate(model, context)
+    if not one_bucket:
+        wrapped = DistributedDataParallel(
+            model, bucket_cap_mb=0.004, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+    assert isinstance(wrapped, DistributedDataParallel)
+    return model, replace(
+        train_state, model=wrapped, context=context, grad_sync=DDPGradientSync(wrapped)
+    )
+
+
+def own(context: DistributedContext, step: int) -> list[Batch]:
+    first = step * MICRO_BATCHES * context.size + context.rank
+    return [make_batch(first + n * context.size) for n in range(MICRO_BATCHES)]
+
+
+def train(
+    context: DistributedContext, failures: dict[int, int], where: str, **options
+) -> tuple[list, nn.Module]:
+    model, train_state = wrapped_quiet(context, **options)
+    values = []
+    for step in range(STEPS):
+        fails = [failures[step]] if step in failures and context.rank == 1 else []
+        with shortage(model, *fails, where=where):
+            report = train_step(train_state, own(context, step), step)
+        values.append(list(report.read().values()))
+    return values, model
+
+
+def recover(context: DistributedContext):
+    """In the first step, whose buckets are not yet those of the later ones, and in another."""
+    cases = [(False, *case) for case in itertools.product(range(3), ("forward", "backward"))]
+    plain, straight = train(context, {}, "forward", one_bucket=False)
+    for one_bucket, call, where in [*cases, (True, 2, "forward"), (True, 2, "backward")]:
+        case = f"{one_bucket=} {call=} {where=}"
+        values, model = train(context, {0: call, 2: call}, where, one_bucket=one_bucket)
+        assert [v[8] for v in values] == [1, 0, 1], case
+        for x, y in zip(values, plain, strict=True):
+            torch.testing.assert_close(x[:8], y[:8], rtol=1e-4, atol=1e-5, msg=case)
+        torch.testing.assert_close(
+            [*model.parameters()], [*straight.parameters()], rtol=1e-4, atol=1e-5, msg=case
+        )
+        both = context.all_gather([p.detach() for p in model.parameters()])
+        assert all(torch.equal(x, y) for x, y in zip(*both, strict=True)), case
+
+
+def alone(context: DistributedContext):
+    """An utterance that does not fit at all ends every rank, and names itself."""
+    model, train_state = wrapped_quiet(context, one_bucket=True)
+    calls = range(20) if context.rank == 1 else []
+    try:
+        with shortage(model, *calls, where="backward"):
+            train_step(train_state, own(context, 0), 0)
+    except OutOfMemory as error:
+        sys.stdout.write(f"{error}\n")
+        raise
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_without_a_failure_wherever_it_fails():
+    check_ranks(recover)
+
+
+def test_what_does_not_fit_at_all_ends_every_rank():
+    first, second = run_ranks(alone, timeout_s=30.0)
+    assert first.returncode
+    assert second.returncode
+    assert "alone does not fit in memory" in second.stdout
+    assert "PeerFailed: rank 1: utterance '1-0' alone does not fit" in first.stderr

@@ -1,10 +1,36 @@
+"""The files of a run, and who may write them, told by processes that end, fork and are killed."""
+
+import errno
+import fcntl
 import json
 import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from effasr import config as configuration
+from effasr.checkpoint import load_model
+from effasr.data import locks
+from effasr.data.locks import LOCK, RunLock
+from effasr.training.checkpointing import run_checkpoints
+from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
+from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import RunDirectory, read_lines
+from effasr.training.trainer import run
 from effasr.untrusted.documents import with_checksum_line
+from tests.support.run_ranks import ROOT, started
+from tests.training.test_faults import wait_for, wait_for_checkpoint
 
 
 def steps(path) -> list[int]:
@@ -122,3 +148,297 @@ def test_curves_are_written_for_tensorboard(tmp_path):
     assert events.Tags()["scalars"] == ["train/loss"]
     curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert curve == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+
+
+ONE = {"max_steps": 100_000, "checkpoint_every": 5, "threads": 1}
+
+HOLD = """
+import fcntl, os, sys, time
+from pathlib import Path
+from effasr.data.locks import RunLock
+
+if "lockf" in sys.argv:
+    fcntl.flock = fcntl.lockf
+lock = RunLock(Path(sys.argv[1]), sys.argv[2])
+if "fork" not in sys.argv:
+    print(-1, flush=True)
+elif os.fork() == 0:
+    lock.release()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+sys.stdin.read()
+lock.release()
+"""
+
+
+@contextmanager
+def holder(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that holds the lock until its input ends, and its child."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), *arguments], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    child = -1
+    try:
+        child = int(process.stdout.readline())
+        yield process, child
+    finally:
+        process.kill()
+        if child > 0:
+            os.kill(child, signal.SIGKILL)
+        process.communicate()
+
+
+def refused(folder: Path, match: str = "must be free", **options):
+    with pytest.raises(ValueError, match=match):
+        RunLock(folder, "two", **options)
+
+
+def test_the_second_is_told_who_trains_and_what_to_do(tmp_path):
+    folder = tmp_path / "run"
+    with holder(folder, "one") as (process, _):
+        with pytest.raises(ValueError, match="must be free") as caught:
+            RunLock(folder, "two")
+        assert re.fullmatch(
+            rf"`name`: the run directory {re.escape(str(folder))} must be free, "
+            rf"but process {process.pid} on {re.escape(socket.gethostname())} has trained there "
+            r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d: wait until it has ended, or end "
+            rf"it with a checkpoint by `kill {process.pid}` on .*, or choose another `name`\.",
+            str(caught.value),
+        )
+        process.communicate("")
+    # Nothing else was there.
+    assert not folder.exists()
+    RunLock(folder, "two").release()
+
+
+def test_a_killed_process_leaves_no_lock_not_even_in_a_forked_child(tmp_path):
+    with holder(tmp_path, "one", "fork") as (process, child):
+        refused(tmp_path)
+        process.kill()
+        process.wait()
+        assert (tmp_path / LOCK).is_file()
+        os.kill(child, 0)
+        RunLock(tmp_path, "two").release()
+
+
+def test_what_is_set_aside_takes_no_lock_along_and_the_new_folder_has_one(tmp_path):
+    with closing(RunDirectory(tmp_path / "run")) as directory:
+        directory.lock("one")
+        # A folder with a lock alone is not worth keeping.
+        assert directory.set_aside() is None
+        directory.open("a: 1\n", 0, tensorboard=False)
+        assert directory.set_aside() == tmp_path / "run.old-1"
+        assert [file.name for file in (tmp_path / "run.old-1").iterdir()] == ["config.yaml"]
+        refused(tmp_path / "run")
+        RunLock(tmp_path / "run.old-1", "two").release()
+
+
+def test_whoever_takes_the_place_of_a_silent_process_has_the_lock_from_then_on(tmp_path):
+    """As where learners go on without rank 0, which hangs and may come back."""
+    with holder(tmp_path, "one") as (process, _):
+        process.send_signal(signal.SIGSTOP)
+        refused(tmp_path, f"process {process.pid} ", takeover=True)
+        mine = RunLock(tmp_path, "one", takeover=True)
+        process.send_signal(signal.SIGCONT)
+        process.communicate("")
+        refused(tmp_path, f"process {os.getpid()} ")
+        assert [file.name for file in tmp_path.iterdir()] == [LOCK]
+        mine.release()
+
+
+def test_torchrun_waits_for_a_process_that_it_has_replaced_and_for_no_other(tmp_path, monkeypatch):
+    """A file server may drop the lock of a lost host only after a while."""
+    waited = []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with holder(tmp_path, "one") as (process, _):
+
+        def end(seconds: float):
+            waited.append(seconds)
+            if len(waited) == 3:
+                process.communicate("")
+
+        # The lock's own clock: threads that other tests have left behind sleep, too.
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=end)
+        monkeypatch.setattr(locks, "time", clock)
+        for job, restarts in (("job", "0"), ("other", "1")):
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+            refused(tmp_path)
+        assert not waited
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+        RunLock(tmp_path, "two").release()
+    assert len(waited) == 3
+
+
+def test_a_file_of_one_that_ends_meanwhile_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+    """It is opened before the other removes it, and locked after."""
+    first, flock = RunLock(tmp_path / "run", "one"), fcntl.flock
+
+    def late(descriptor: int, kind: int):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.release()
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = RunLock(tmp_path / "run", "two")
+    assert json.loads((tmp_path / "run" / LOCK).read_text())["run"] == "two"
+    refused(tmp_path / "run")
+    second.release()
+
+
+def test_locks_of_a_file_server_belong_to_processes_and_work_as_well(tmp_path, monkeypatch):
+    """NFS makes POSIX locks of flock's: closing any descriptor of the file would release them."""
+    monkeypatch.setattr(locks.fcntl, "flock", fcntl.lockf)
+    folder = tmp_path / "run"
+    with holder(folder, "one", "fork", "lockf") as (process, child):
+        for _ in range(2):
+            refused(folder, f"must be free, but process {process.pid} ")
+        process.kill()
+        process.wait()
+        os.kill(child, 0)
+        mine = RunLock(folder, "two")
+        for _ in range(2):
+            third = subprocess.run(
+                [sys.executable, "-c", HOLD, str(folder), "three", "lockf"], cwd=ROOT, text=True,
+                stdin=subprocess.DEVNULL, capture_output=True,
+            )  # fmt: skip
+            assert f"must be free, but process {os.getpid()} " in third.stderr
+        mine.release()
+    RunLock(folder, "three").release()
+
+
+def test_without_locks_a_warning_says_so_once(tmp_path, monkeypatch, caplog):
+    def refuse(descriptor: int, kind: int):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("one", "two"):
+        RunLock(tmp_path, name).release()
+    assert len(os.listdir("/proc/self/fd")) == before
+    (record,) = caplog.records
+    assert "without locks (flock: Function not implemented)" in record.getMessage()
+
+
+@pytest.mark.parametrize("is_saving", [False, True])
+@pytest.mark.representative(is_saving=True)
+def test_of_two_runs_without_locks_the_first_ends(make_config, tmp_path, monkeypatch, is_saving):
+    """Else the folder would have files of both: here it has those of the second.
+
+    It begins after the first has written a checkpoint, or while it writes one.
+    """
+
+    def refuse(descriptor: int, kind: int):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    loop, second = {"max_steps": 8, "checkpoint_every": 2}, []
+    assert run(make_config(training=loop, output=str(tmp_path / "alone"))) == 0
+    write, begun, has_ended = run_checkpoints.write_model, threading.Event(), threading.Event()
+
+    def write_slowly(*arguments):
+        is_first = not begun.is_set()
+        begun.set()
+        if is_saving and is_first:
+            assert has_ended.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(run_checkpoints, "write_model", write_slowly)
+    without = SimpleNamespace(flock=refuse, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
+    monkeypatch.setattr(locks, "fcntl", without)
+    advance = ProgressDisplay.advance
+
+    def meanwhile(self, step: int):
+        advance(self, step)
+        if step == 3 and not second:
+            assert begun.wait(60)
+            if not is_saving:
+                wait_for_checkpoint(tmp_path / "run", [])
+            second.append(step)
+            assert run(make_config(training=loop)) == 0
+            has_ended.set()
+
+    monkeypatch.setattr(ProgressDisplay, "advance", meanwhile)
+    with pytest.raises(ValueError, match=f"must be free, but process {os.getpid()} on"):
+        run(make_config(training=loop))
+    assert second
+    states = []
+    for folder in (tmp_path / "alone" / "run", tmp_path / "run"):
+        result = RunCheckpoints(folder / "checkpoints", keep=1).newest()
+        assert result is not None
+        assert result[0].name == "step_00000008"
+        states.append(load_model(result[0]).model.state_dict())
+        assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [*range(1, 9)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def test_a_second_start_is_refused_before_it_writes_or_renames(make_config, tmp_path):
+    config = make_config(training={"max_steps": 2, "checkpoint_every": 2})
+    assert run(config) == 0
+    assert not (tmp_path / "run" / LOCK).exists()
+    with holder(tmp_path / "run", "one"):
+        before = contents(tmp_path)
+        for restart in (False, True):
+            with pytest.raises(ValueError, match="must be free"):
+                run(make_config(training={"max_steps": 4, "restart": restart}))
+        assert contents(tmp_path) == before
+    # It was killed; the run goes on.
+    assert run(make_config(training={"max_steps": 4, "checkpoint_every": 2})) == 0
+    assert run(make_config(training={"max_steps": 2, "restart": True})) == 0
+    assert not (tmp_path / "run.old-1" / LOCK).exists()
+
+
+def test_a_start_that_fails_leaves_no_lock_and_no_folder(make_config, tmp_path):
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"`data\.tokenizer` must be"):
+            run(make_config(output=str(tmp_path / "not" / "there"), data={"tokenizer": ""}))
+        assert not list(tmp_path.iterdir())
+    # What was there stays.
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match=r"`data\.tokenizer` must be"):
+        run(make_config(data={"tokenizer": ""}))
+    assert [path.name for path in tmp_path.rglob("*")] == ["run"]
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(make_config, tmp_path):
+    """Killed with its data workers loading, it can be started again at once."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(configuration.dump(make_config(training=ONE, data={"workers": 1})))
+    with started("effasr.train", str(recipe)) as first:
+        wait_for(tmp_path / "run", 2, first)
+        assert [locks_of(process.pid) for process in first] == [1, 0]
+        children = [child for process in first for child in children_of(process.pid)]
+        assert len(children) >= 2
+        assert not any(map(locks_of, children))
+        with started("effasr.train", str(recipe), "training.restart=true") as second:
+            message = [process.communicate(timeout=240)[1] for process in second]
+        assert second[0].returncode == 2, message[0]
+        assert message[0].count("must be free, but process") == 1
+        assert f"process {first[0].pid} on" in message[0]
+        assert "must be free" not in message[1]
+        assert all(process.poll() is None for process in first)
+        assert not list(tmp_path.glob("run.old*"))
+        for process in first:
+            process.kill()
+            process.wait()
+    assert run(make_config(training=ONE | {"max_steps": 12}, data={"workers": 1})) == 0
+
+
+def locks_of(process: int) -> int:
+    count = 0
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        # Others come and go.
+        with suppress(FileNotFoundError):
+            count += os.readlink(path).endswith(f"/run/{LOCK}")
+    return count
+
+
+def children_of(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -1,15 +1,25 @@
+"""A step: the losses it weighs, the update it makes, and steps that are not finite."""
+
+import math
 import traceback
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import collate
+from effasr.distributed.failures import TrainingFailed
+from effasr.distributed.process_group import DistributedContext
+from effasr.model.losses import Losses
 from effasr.training.config import LoopConfig
-from effasr.training.loss import LOSSES, LossConfig
+from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from effasr.training.loss import LOSSES, LossConfig, Objective
+from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.seeds import micro_batch_seed
-from effasr.training.step import train_step
-from effasr.training.step_stats import StepCounts
+from effasr.training.step import StepReport, train_step
+from effasr.training.step_stats import HostCopy, StepCounts
 
 
 def weights(model) -> torch.Tensor:
@@ -59,21 +69,6 @@ def test_the_report_counts_what_was_computed(make_train_state, batches):
     assert [batch.ids for batch, _ in report.micro_batches] == [b.ids for b in batches[:2]]
 
 
-def test_dropout_depends_on_the_step_alone(make_train_state, batches):
-    """Neither the state of the generator nor the steps before matter: resuming needs no history."""
-    results = []
-    for noise in (1, 2):
-        model, train_state = make_train_state()
-        torch.manual_seed(noise)
-        torch.rand(noise)
-        train_step(train_state, batches[:2], 3)
-        results.append(weights(model))
-    assert torch.equal(*results)
-    model, train_state = make_train_state()
-    train_step(train_state, batches[:2], 4)
-    assert not torch.equal(weights(model), results[0])
-
-
 def test_seeds_differ_by_run_step_and_micro_batch():
     seeds = {
         micro_batch_seed(seed, step, index) % 2**32
@@ -95,19 +90,26 @@ def test_seeds_cost_no_stack_of_calls(make_train_state, batches, monkeypatch):
     assert train_step(train_state, batches[:2], 0).read()["finite"]
 
 
-def test_a_loss_that_is_not_finite_changes_nothing(make_train_state, batches, broken_batch):
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_what_is_not_finite_changes_nothing(make_train_state, batches, broken_batch, broken):
     model, train_state = make_train_state(training=LoopConfig(max_steps=20, ema_decay=0.9))
     train_step(train_state, batches[:2], 0)
     before = weights(model)
     selected = {name: value.clone() for name, value in train_state.average.average.items()}
     statistics = [statistic.clone() for statistic in train_state.statistics]
-    report = train_step(train_state, [batches[2], broken_batch], 1)
+    if broken == "loss":
+        report = train_step(train_state, [batches[2], broken_batch], 1)
+        assert not report.micro_batches[1][1].isfinite().all()
+    else:
+        hook = next(model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+        report = train_step(train_state, batches[1:3], 1)
+        hook.remove()
+        assert math.isfinite(report.read()["loss"])
     assert torch.equal(weights(model), before)
     assert len(statistics) == 2
     for statistic, earlier in zip(train_state.statistics, statistics, strict=True):
         assert torch.equal(statistic, earlier)
     assert not report.read()["finite"]
-    assert not report.micro_batches[1][1].isfinite().all()
     train_step(train_state, batches[3:5], 2)
     assert not torch.equal(train_state.statistics[0], statistics[0])
     assert weights(model).isfinite().all()
@@ -153,3 +155,173 @@ def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches):
         == report.lr
         == train_state.config.learning_rate(7)
     )
+
+
+CPU = torch.device("cpu")
+COUNTS = torch.tensor([5.0, 2.0])
+YES, NO = torch.tensor(True), torch.tensor(False)
+GATED = LossConfig(
+    ctc_weight=0.3,
+    transducer_weight=0.0,
+    ctc_weight_before=0.5,
+    guided_weight=2.0,
+    guided_after_ctc=1.0,
+)
+
+
+def losses(cross_entropy=0.0, ctc=0.0, guided=0.0, transducer=0.0, router=None) -> Losses:
+    values = cross_entropy, ctc, transducer, guided
+    sums = [torch.tensor(value, requires_grad=True) for value in values]
+    return Losses(*sums, per_utterance=torch.zeros(1), router=router)
+
+
+def weighed(config: LossConfig, sums: Losses, counts=COUNTS) -> dict[str, torch.Tensor]:
+    return Objective(config, CPU).weigh(sums, counts)
+
+
+def check(parts: dict[str, torch.Tensor], expected: list[float]):
+    assert list(parts) == list(LOSSES)
+    assert [x.item() for x in parts.values()] == pytest.approx(expected)
+    assert [x.requires_grad for x in parts.values()] == [True, False, False, False, False]
+
+
+def test_each_loss_is_divided_by_its_own_global_count():
+    sums = losses(10.0, 6.0, 3.0)
+    config = LossConfig(ctc_weight=0.25, transducer_weight=0.0, guided_weight=2.0)
+    parts = weighed(config, sums)
+    check(parts, [0.75 * 2 + 0.25 * 3 + 2 * 1.5, 2.0, 3.0, 0.0, 1.5])
+    parts["loss"].backward()
+    gradients = [sums.cross_entropy.grad, sums.ctc.grad, sums.guided.grad]
+    assert [g.item() for g in gradients] == pytest.approx([0.75 / 5, 0.25 / 2, 2 / 2])
+
+
+def test_losses_of_routers_are_added_for_each_target():
+    router = torch.tensor(1.5, requires_grad=True)
+    config = LossConfig(ctc_weight=0.25, transducer_weight=0.0)
+    parts = weighed(config, losses(10.0, 6.0, 3.0, router=router))
+    check(parts, [0.75 * 2 + 0.25 * 3 + 1.5 / 5, 2.0, 3.0, 0.0, 1.5])
+    parts["loss"].backward()
+    assert router.grad == pytest.approx(1 / 5)
+
+
+def test_a_step_without_transcriptions_has_no_ctc_and_no_nan():
+    config = LossConfig(ctc_weight=0.3, transducer_weight=0.0)
+    check(weighed(config, losses(4.0), torch.tensor([2.0, 0.0])), [0.7 * 2, 2.0, 0.0, 0.0, 0.0])
+
+
+def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves():
+    sums = losses(10.0, 6.0, 0.0, 8.0)
+    for share, expected in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
+        parts = weighed(LossConfig(ctc_weight=0.3, transducer_weight=share), sums)
+        check(parts, [0.7 * expected + 0.3 * 3, 2.0, 3.0, 4.0, 0.0])
+    parts["loss"].backward()
+    assert sums.transducer.grad == pytest.approx(0.7 / 2)
+    # Every part of the model gets a gradient, for the processes of a group wait for it.
+    assert sums.cross_entropy.grad == 0
+
+
+def total(objective: Objective) -> float:
+    return objective.weigh(losses(1.0, 10.0, 100.0), torch.ones(2))["loss"].item()
+
+
+def test_a_penalty_that_need_not_wait_any_more_is_on_at_once():
+    ungated = Objective(replace(GATED, guided_after_ctc=None, ctc_weight_before=None), CPU)
+    ungated.load_state_dict(Objective(GATED, CPU).state_dict())
+    assert ungated.guided_on
+
+
+def test_the_penalty_waits_for_ctc_and_then_stays():
+    objective = Objective(GATED, CPU)
+    objective.observe(torch.tensor(3.0), YES)
+    for value in (torch.nan, 0.0):
+        # Steps that are not valid are not observed.
+        objective.observe(torch.tensor(value), NO)
+    assert total(objective) == pytest.approx(0.5 * 1 + 0.5 * 10)
+    observed, average = 0, 3.0
+    while not objective.guided_on:
+        objective.observe(torch.tensor(0.5), YES)
+        average = 0.98 * average + 0.02 * 0.5
+        observed += 1
+        assert bool(objective.guided_on) == (average < 1.0)
+    assert observed == 80
+    assert total(objective) == pytest.approx(0.7 * 1 + 0.3 * 10 + 2 * 100)
+    for _ in range(200):
+        objective.observe(torch.tensor(9.0), YES)
+    assert objective.guided_on
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label_smoothing": 1.0}, "`label_smoothing` must lie in"),
+        ({"ctc_weight": 1.5}, "`ctc_weight` must lie between 0 and 1, but is 1.5"),
+        ({"guided_weight": -1.0}, "`guided_weight` must be at least 0"),
+        ({"guided_sigma": 0.0}, "`guided_sigma` must be positive"),
+        ({"transducer_weight": -0.1}, "`transducer_weight` must lie between 0 and 1, but is -0.1"),
+        ({"ctc_weight_before": 0.5}, "needs `guided_after_ctc`"),
+        ({"guided_after_ctc": 1.0, "ctc_weight": 0.0}, "needs a `ctc_weight` above 0"),
+        ({"ctc_weight": 0.3}, "must be numbers here: see `resolve_losses`"),
+        ({"transducer_weight": 0.0}, "must be numbers here: see `resolve_losses`"),
+    ],
+)
+def test_error_messages(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(LossConfig(**settings), CPU)
+
+
+WORLD = DistributedContext(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    run = RunDirectory(tmp_path)
+    run.open("", 0, tensorboard=False)
+    return run
+
+
+def lines(directory: RunDirectory) -> list[dict]:
+    return read_lines(directory.path / "skipped.jsonl")
+
+
+def test_stop_names_the_one_utterance_to_blame(make_train_state, batches, broken_batch, directory):
+    """Although batch norm made the losses of the whole micro-batch NaN."""
+    model, train_state = make_train_state()
+    report = train_step(train_state, [batches[0], broken_batch], 4)
+    assert not report.micro_batches[1][1][:3].isfinite().any()
+    before = [statistic.clone() for statistic in train_state.statistics]
+    with pytest.raises(TrainingFailed, match=r"step 5: the loss is not finite; utterances: 9-2\."):
+        NonFiniteGuard(model, nullcontext, "stop", WORLD, directory.skipped).handle([report], 1)
+    assert lines(directory) == [{"step": 5, "reason": "loss", "utterances": ["9-2"]}]
+    assert model.training
+    assert all(map(torch.equal, train_state.statistics, before))
+
+
+def reports(batches, steps, loss: float) -> list[StepReport]:
+    nothing = HostCopy(torch.zeros(1))
+    losses = torch.full((4,), loss)
+    return [StepReport(step, 0.1, nothing, nothing, [(batches[0], losses)]) for step in steps]
+
+
+def test_where_only_the_gradient_is_not_finite_all_are_named(make_train_state, batches, directory):
+    guard = NonFiniteGuard(make_train_state()[0], nullcontext, "skip", WORLD, directory.skipped)
+    guard.handle(reports(batches, [4, 6], loss=1.0), 2)
+    names = ["0-0", "0-1", "0-2"]
+    assert lines(directory) == [
+        {"step": 5, "reason": "gradient", "utterances": names},
+        {"step": 7, "reason": "gradient", "utterances": names},
+    ]
+
+
+def test_losses_that_only_training_makes_nan(make_train_state, batches, directory):
+    guard = NonFiniteGuard(make_train_state()[0], nullcontext, "skip", WORLD, directory.skipped)
+    (report,) = reports(batches, [0], loss=1.0)
+    losses = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
+    guard.handle([replace(report, micro_batches=[(batches[0], losses)])], 1)
+    assert lines(directory) == [{"step": 1, "reason": "loss", "utterances": ["0-1", "0-2"]}]
+
+
+def test_skip_gives_up_only_after_very_many_in_a_row(make_train_state, batches, directory):
+    guard = NonFiniteGuard(make_train_state()[0], nullcontext, "skip", WORLD, directory.skipped)
+    guard.handle(reports(batches, range(400), loss=1.0), 99)
+    with pytest.raises(TrainingFailed, match=r"step 1000: 100 steps in a row"):
+        guard.handle(reports(batches, [999], loss=1.0), 100)

@@ -1,25 +1,17 @@
 """Training on the batches of every strategy, and on ranks that cannot share them evenly."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
 
 from effasr import config as configuration
-from effasr.data.batch import IGNORED
-from effasr.data.collate import Example, collate
 from effasr.data.loader import Loader
 from effasr.data.sampling.options import STRATEGIES
-from effasr.model.asr import ASRModel
 from effasr.training.checkpointing.resume import check_same_plan, check_same_ranks
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
-from tests.training.conftest import without_randomness
-from tests.training.test_exactness import assert_same_end
 
 BASELINES = STRATEGIES[1:]
 
@@ -57,51 +49,6 @@ def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, stra
             rows = sum(len(batch) * int(batch.max()) for batch in batches)
             expected = 1 - sum(int(batch.sum()) for batch in batches) / rows
             assert line[f"padding_{name}"] == pytest.approx(expected)
-
-
-def test_padded_losses_are_those_of_real_targets_after_padding_by_hand(model_config):
-    """Audio is padded by hand, one utterance at a time, and nothing but the text is given."""
-    torch.manual_seed(0)
-    # Batch norm would mix utterances in training.
-    model = ASRModel(without_randomness(model_config), 12).eval()
-    generator = np.random.default_rng(0)
-    examples = [
-        Example(
-            str(n),
-            generator.normal(size=samples).astype(np.float32),
-            [2, 3],
-            generator.integers(4, 12, size=length).tolist(),
-            monotonic=n != 1,
-        )
-        for n, (samples, length) in enumerate([(9_000, 7), (16_000, 2), (4_000, 1)])
-    ]
-    padded = model(collate(examples, eos_id=1, pad_id=0, padded=True))
-    cross_entropy, ctc = [], []
-    for example in examples:
-        silent = replace(example, audio=np.pad(example.audio, (0, 16_000 - len(example.audio))))
-        alone = model(collate([silent], eos_id=1, pad_id=0))
-        cross_entropy.append(alone.cross_entropy.item())
-        ctc.append(alone.ctc.item())
-    assert padded.cross_entropy.item() == pytest.approx(sum(cross_entropy), rel=1e-5)
-    assert padded.ctc.item() == pytest.approx(sum(ctc), rel=1e-5)
-    # Silence counts, as it does where nobody masks it.
-    exact = model(collate(examples, eos_id=1, pad_id=0))
-    assert abs(exact.cross_entropy.item() / padded.cross_entropy.item() - 1) > 1e-4
-    assert (collate(examples, eos_id=1, pad_id=0, padded=True).targets != IGNORED).sum() == 13
-
-
-@pytest.mark.parametrize("strategy", ["random", "sync_bucketed_2d"])
-@pytest.mark.representative(strategy="random")
-def test_a_stopped_run_of_a_baseline_goes_on_where_it_was(make_config, tmp_path, strategy):
-    data = options(strategy) | {"padded": True}
-    assert run(make_config(name="straight", data=data)) == 0
-    for stop_at in (6, None):
-        assert run(make_config(data=data, training={"stop_at": stop_at})) == 0
-    assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
-    with pytest.raises(ValueError, match=r"`data\.strategy` must stay .* but is 'packed'"):
-        run(make_config())
-    with pytest.raises(ValueError, match=r"`data\.padded` must stay True"):
-        run(make_config(data=data | {"padded": False}))
 
 
 def test_another_table_of_buckets_does_not_go_on(make_config, tmp_path):

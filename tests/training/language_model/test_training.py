@@ -14,7 +14,6 @@ from effasr.data.tokenizer import load_tokenizer
 from effasr.model.asr import ASRModel
 from effasr.training.trainer import run
 from tests.support.chat_folder import THINKING, write_chat_model, write_tokenizer
-from tests.support.run_ranks import train_on_ranks
 from tests.support.talks import talks_config, write_folders
 
 pytest.importorskip("transformers")
@@ -68,21 +67,6 @@ LORA = {
     "targets": ["language_model.model.*_proj"],
     "also_train": ["encoder", "language_model.adapter"],
 }
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_train_adapters_as_one(folders, tmp_path, strategy):
-    # A large epsilon, so that Adam does not turn rounding into steps.
-    options = {"lora": LORA, "optimizer": {"lr": 3e-3, "eps": 1e-3}, "steps": 3}
-    assert run(config(folders, tmp_path / "one", **options)) == 0
-    options["training"] = {"strategy": strategy}
-    (tmp_path / "two").mkdir()
-    train_on_ranks(config(folders, tmp_path / "two", **options))
-    alone, together = weights(tmp_path / "one", 3), weights(tmp_path / "two", 3)
-    assert alone.keys() == together.keys()
-    for name, value in alone.items():
-        torch.testing.assert_close(value, together[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_is_whole_without_the_folder(folders, tmp_path):

@@ -1,11 +1,17 @@
+"""Optimizers, their groups of parameters, and the learning rate of each update."""
+
 import copy
 import importlib.util
+import math
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.adamw import adamw
 
+from effasr.nn.predictor import LSTM
 from effasr.optim.adamw import (
     OptimizerConfig,
     apex_unsupported_reason,
@@ -14,9 +20,11 @@ from effasr.optim.adamw import (
     build_lamb,
     clear_gradients,
     initialize_state,
+    parameter_groups,
     restore,
     set_learning_rate,
 )
+from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio, peak_learning_rate
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_optimizer") is None,
@@ -181,21 +189,30 @@ def test_a_run_moves_between_torch_and_apex(to_apex, initialized):
     torch.testing.assert_close(second, expected)
 
 
-def test_error_messages(monkeypatch):
-    for settings, message in (
-        ({"implementation": "apex"}, "apex needs a GPU"),
-        ({"lr": 0.0}, "`lr` must be positive, but is 0"),
-        ({"betas": (0.9, 1.0)}, "`betas` must lie in"),
-        ({"name": "lamb", "weight_decay": 0.0}, "`weight_decay` must be positive with name lamb"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_adamw([], OptimizerConfig(**settings), CPU)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: build_adamw([], OptimizerConfig(implementation="apex"), CPU), "apex needs a GPU"),
+        (lambda: OptimizerConfig(lr=0.0), "`lr` must be positive, but is 0"),
+        (lambda: OptimizerConfig(betas=(0.9, 1.0)), "`betas` must lie in"),
+        (lambda: OptimizerConfig(name="lamb", weight_decay=0.0),
+         "`weight_decay` must be positive with name lamb"),
+        (lambda: parameter_and_optimizer("lamb"),
+         r"`name` must not be 'lamb' here: .* apex needs a GPU.*effasr\[lamb\]"),
+        (lambda: parameter_and_optimizer("lamb", implementation="apex"),
+         "`implementation` must not be 'apex' here"),
+        (lambda: OptimizerConfig(lr_scaling="linear"),
+         "`lr_reference_micro_batches` must be given for lr_scal"),
+        (lambda: OptimizerConfig(lr_reference_micro_batches=0),
+         "`lr_reference_micro_batches` must be at least 1"),
+        (lambda: ScheduleConfig(warmup_steps=-1), "`warmup_steps` must be at least 0, but is -1"),
+        (lambda: ScheduleConfig(min_ratio=2.0), "`min_ratio` must lie between 0 and 1"),
+    ],
+)  # fmt: skip
+def test_error_messages(monkeypatch, make, message):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    message = r"`name` must not be 'lamb' here: .* apex needs a GPU.*effasr\[lamb\]"
     with pytest.raises(ValueError, match=message):
-        parameter_and_optimizer("lamb")
-    with pytest.raises(ValueError, match="`implementation` must not be 'apex' here"):
-        parameter_and_optimizer("lamb", implementation="apex")
+        make()
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=needs_library)])
@@ -252,3 +269,99 @@ def test_an_update_of_lamb_is_that_of_the_published_formula():
         torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-5)
     # As long as the weights, where they decay.
     assert (parameters[0] - torch.tensor(starts[0])).norm() > 10
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+        self.position_bias = nn.Parameter(torch.zeros(2, 2))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+
+def names(model: nn.Module, group: dict) -> list[str]:
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [by_id[id(parameter)] for parameter in group["params"]]
+
+
+def test_the_biases_of_an_lstm_are_biases():
+    model = LSTM(4, 2)
+    _, spared = parameter_groups(model, 0.1, ("biases",))
+    assert names(model, spared) == [f"bias_{x}_l{n}" for n in range(2) for x in ("ih", "hh")]
+
+
+def test_norms_and_biases_are_spared_and_every_parameter_is_listed_once():
+    model = Tied()
+    decayed, spared = parameter_groups(model, 0.1, ("biases", "norms"))
+    assert names(model, decayed) == ["embedding.weight", "linear.weight"]
+    assert names(model, spared) == ["position_bias", "norm.weight", "norm.bias", "linear.bias"]
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+
+
+def test_embeddings_can_be_spared_and_nothing_need_be():
+    model = Tied()
+    decayed, _ = parameter_groups(model, 0.1, ("biases", "norms", "embeddings"))
+    assert names(model, decayed) == ["linear.weight"]
+    (everything,) = parameter_groups(model, 0.1, ())
+    assert len(everything["params"]) == 6
+
+
+def ratios(config: ScheduleConfig, steps: int) -> list[float]:
+    return [learning_rate_ratio(config, step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine"])
+def test_warmup_is_linear_and_ends_at_the_peak(name):
+    got = ratios(ScheduleConfig(name=name, warmup_steps=4), 100)
+    assert got[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert max(got) == 1.0
+
+
+def test_inverse_sqrt_is_its_closed_form_down_to_the_floor():
+    config = ScheduleConfig(name="inverse_sqrt", warmup_steps=4, min_ratio=0.25)
+    assert learning_rate_ratio(config, 15, 100) == pytest.approx(0.5)
+    assert learning_rate_ratio(config, 10_000, 100) == 0.25
+
+
+def test_cosine_is_its_closed_form_and_ends_at_the_floor():
+    config = ScheduleConfig(name="cosine", warmup_steps=10, min_ratio=0.1)
+    assert learning_rate_ratio(config, 54, 100) == pytest.approx(0.55)
+    expected = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25))
+    assert learning_rate_ratio(config, 9 + 90 // 4, 90 + 10) == pytest.approx(expected, abs=0.01)
+    assert learning_rate_ratio(config, 99, 100) == pytest.approx(0.1)
+    assert learning_rate_ratio(config, 150, 100) == pytest.approx(0.1)
+
+
+def test_flat_cosine_is_flat_and_then_a_cosine():
+    config = ScheduleConfig(name="flat_cosine", warmup_steps=2, flat_fraction=0.3, min_ratio=0.02)
+    got = ratios(config, 100)
+    assert got[1:30] == [1.0] * 29
+    assert got[64] == pytest.approx(0.51)
+    assert got[99] == pytest.approx(0.02)
+    assert all(a >= b for a, b in pairwise(got[30:]))
+
+
+@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine"])
+def test_degenerate_lengths_stay_in_range(name):
+    for warmup, steps in ((0, 1), (5, 5), (10, 3), (0, 2)):
+        config = ScheduleConfig(name=name, warmup_steps=warmup)
+        assert all(0 <= ratio <= 1 for ratio in ratios(config, steps))
+
+
+@pytest.mark.parametrize(
+    ("rule", "micro_batches", "expected"),
+    [
+        ("none", 32, 1e-3),
+        ("none", 64, 1e-3),
+        ("linear", 32, 4e-3),
+        ("sqrt", 32, 2e-3),
+        ("sqrt", 2, 5e-4),
+    ],
+)
+def test_the_peak_follows_the_rule(rule, micro_batches, expected):
+    config = OptimizerConfig(lr=1e-3, lr_scaling=rule, lr_reference_micro_batches=8)
+    assert peak_learning_rate(config, micro_batches) == pytest.approx(expected)

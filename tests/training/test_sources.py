@@ -1,15 +1,17 @@
-"""Training on pairs of texts, alone and beside speech."""
+"""Training on pairs of texts, alone and beside speech, and on sources with shares of the hours."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
 from effasr.data.config import DataConfig
-from effasr.data.index.text_corpus import TextCorpus
+from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.pairs import pairs as read_pairs
 from effasr.data.prompt import Prompt
@@ -19,56 +21,15 @@ from effasr.evaluation.evaluate import evaluate_pairs
 from effasr.evaluation.wer import count_errors
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.nn.experts import ExpertsConfig
-from effasr.optim.adamw import OptimizerConfig
-from effasr.optim.schedules import ScheduleConfig
 from effasr.training import build
-from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.fault_tolerance.oom_recovery import split
 from effasr.training.flops import work_of
-from effasr.training.loss import LossConfig
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.step import train_step
 from effasr.training.trainer import run
-from tests.training.conftest import TEXT_ENCODER, built
-
-
-def test_a_toy_translation_is_learnt(pairs, model_config):
-    """Every word stands for another, and only the source tells which are to come."""
-    model = replace(
-        model_config,
-        encoder=replace(model_config.encoder, width=32),
-        decoder=replace(model_config.decoder, width=32, feed_forward=64, residual_dropout=0.0),
-        text_encoder=replace(TEXT_ENCODER, feed_forward=64, residual_dropout=0.0),
-    )
-    config = TrainConfig(
-        model=model,
-        optimizer=OptimizerConfig(lr=1e-2),
-        schedule=ScheduleConfig(name="cosine", warmup_steps=3),
-        loss=LossConfig(label_smoothing=0.0),
-        training=LoopConfig(max_steps=40),
-    )
-    tokenizer = load_tokenizer(pairs / "tokenizer")
-    data = DataConfig(micro_batches=2, text_share=0.5)
-    corpus = TextCorpus.load([pairs / "pairs.jsonl"], tokenizer, data, token_budget=600)
-    trained, train_state = built(config, tokenizer.vocab_size)
-    plan = corpus.plan(0, steps=30, micro_batches=1, seed=0)
-    losses = []
-    for step in range(30):
-        batches = [corpus.batch(members) for members in plan.step(step)]
-        losses.append(train_step(train_state, batches, step).read()["cross_entropy"])
-    assert losses[0] > 3.0
-    assert losses[-1] < 1.2
-    batch = corpus.batch(np.arange(20))
-    # The words of other sentences in their place.
-    length = batch.source.layout.total
-    wrong = batch.source.values.clone()
-    wrong[:length] = wrong[:length].flip(0)
-    mistaken = replace(batch, source=batch.source.with_values(wrong))
-    trained.eval()
-    right, swapped = (trained(x).cross_entropy.item() for x in (batch, mistaken))
-    assert swapped > 2 * right
+from tests.training.conftest import TEXT_ENCODER, mix
 
 
 def test_speech_and_text_train_together(make_with_text, tmp_path, capsys):
@@ -269,3 +230,84 @@ def test_a_model_without_text_encoder_gets_one(make_with_text, make_config, pair
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert {name.split(".")[0] for name in after.keys() - before.keys()} == {"text_encoder"}
+
+
+SEED = 3
+
+
+def loader(config: TrainConfig, **options) -> Loader:
+    tokenizer = find_tokenizer(config, None)
+    corpus = load_corpus(config, tokenizer, None)
+    return Loader(corpus, config.data, seed=SEED, pin_memory=False, **options)
+
+
+def test_sources_have_their_shares(make_mixed, tmp_path, capsys):
+    assert run(make_mixed()) == 0
+    blend = json.loads((tmp_path / "run" / "blend.json").read_text())
+    assert blend["step"] == 12
+    rows = {row["source"]: row for row in blend["sources"]}
+    assert list(rows) == ["large", "others/small", "others/tiny"]
+    for row in rows.values():
+        assert row["realised"] == pytest.approx(row["asked"], abs=0.1)
+    assert rows["others/tiny"]["drawn_utterances"] > 2 * rows["others/tiny"]["utterances"]
+    # The table at the start.
+    assert "others/tiny" in capsys.readouterr().err
+
+
+def _written(config: TrainConfig) -> Path:
+    path = Path(config.output) / "written.yaml"
+    path.write_text(configuration.dump(config))
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "bucketed", "buckets": 2}])
+def test_plans_have_what_the_sources_draw(make_mixed, options):
+    loaded = loader(make_mixed(data=options))
+    draw = loaded._corpus.populations(SEED)
+    for epoch in range(5):
+        plan = loaded.plan(epoch)
+        assert sorted([*plan.indices, *plan.deferred]) == sorted(draw(epoch))
+
+
+def test_manifests_may_move_but_shares_must_stay(make_mixed, tmp_path, sources):
+    config = make_mixed(training={"max_steps": 2})
+    assert run(config) == 0
+    (sources / "tiny.jsonl").rename(sources / "renamed.jsonl")
+    path = "data.mix.sources.others.sources.tiny.manifests"
+    more = "training.max_steps=3"
+    moved = [more, f"{path}={sources}/renamed.jsonl"]
+    assert run(configuration.load(TrainConfig, _written(config), moved)) == 0
+    hotter = [*moved, "data.mix.sources.others.temperature=0.7"]
+    with pytest.raises(ValueError, match=r"`data.mix.sources.others.temperature` must stay None"):
+        run(configuration.load(TrainConfig, _written(config), hotter))
+
+
+def test_a_source_of_which_nothing_is_left_is_named(make_mixed, sources):
+    lines = (sources / "tiny.jsonl").read_text().splitlines()
+    empty = [json.dumps(json.loads(line) | {"text": ""}) for line in lines]
+    (sources / "tiny.jsonl").write_text("\n".join(empty) + "\n")
+    with pytest.raises(ValueError, match=r"every source must have an utterance .*others/tiny has"):
+        loader(make_mixed())
+
+
+def test_the_budgets_of_tokens_and_nodes_are_those_of_the_blend(make_mixed, sources, tones):
+    """A source with much text has more of it in an epoch than in the corpus."""
+    config = make_mixed().data
+    tokenizer = find_tokenizer(make_mixed(), None)
+    lines = (sources / "tiny.jsonl").read_text().splitlines()
+    wordy = [json.dumps(json.loads(line) | {"text": "low high " * 4}) for line in lines]
+    (sources / "tiny.jsonl").write_text("\n".join(wordy) + "\n")
+
+    def budgets(temperature: float) -> tuple[int, int]:
+        data = DataConfig(
+            mix=mix(sources, temperature=temperature),
+            tokenizer=config.tokenizer,
+            frame_budget=200,
+        )
+        paths, names = zip(*data.manifests, strict=True)
+        corpus = Corpus.load(paths, tokenizer, data, ctc=False, transducer=True, sources=names)
+        assert corpus.shape.node_budget is not None
+        return corpus.shape.token_budget, corpus.shape.node_budget
+
+    for of_equal_shares, of_sizes in zip(budgets(0.0), budgets(1.0), strict=True):
+        assert of_equal_shares > 1.05 * of_sizes

@@ -1,9 +1,12 @@
+"""Averages over steps: of gradients, for the gain of AdaScale, and of weights."""
+
 import pytest
 import torch
 from torch import nn
 
 from effasr.optim.adamw import OptimizerConfig, apply_update, set_learning_rate
 from effasr.optim.adascale import AdaScale, AdaScaleConfig
+from effasr.optim.ema import WeightAverage
 from effasr.training.step_stats import HostCopy
 
 TRUE = torch.tensor(True)
@@ -149,6 +152,8 @@ def test_a_factor_on_the_device_multiplies_the_learning_rate(fused):
         (lambda: AdaScaleConfig(smoothing=1.0), r"`smoothing` must lie in \[0, 1\)"),
         (lambda: AdaScaleConfig(power=0), r"`power` must lie in \(0, 1\]"),
         (lambda: OptimizerConfig(adascale=AdaScaleConfig()), "`adascale.scale` must be given"),
+        (lambda: WeightAverage(nn.Linear(2, 2), 1.0), "`decay` must lie between 0 and 1, but is 1"),
+        (lambda: WeightAverage(nn.Linear(2, 2), 0.9, 0), "`scale` must be positive, but is 0"),
         (
             lambda: OptimizerConfig(
                 adascale=AdaScaleConfig(), lr_scaling="sqrt", lr_reference_micro_batches=2
@@ -157,6 +162,42 @@ def test_a_factor_on_the_device_multiplies_the_learning_rate(fused):
         ),
     ],
 )
-def test_bad_settings_are_refused(make, message):
+def test_error_messages(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_the_average_is_its_closed_form(scale):
+    """An update on a batch of four times the reference decays as four updates."""
+    model = nn.Linear(1, 1, bias=False)
+    values = [3.0, 1.0, 4.0, 1.0, 5.0]
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    average, expected = WeightAverage(model, 0.3, scale), 2.0
+    for step, value in enumerate(values):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        average.update(step)
+        made = scale * step
+        decay = min(0.3, (1 + made) / (10 + made)) ** scale
+        expected = decay * expected + (1 - decay) * value
+    assert average.average["weight"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_weights_come_back_after_an_exchange_even_an_interrupted_one():
+    model = nn.Linear(2, 2)
+    average = WeightAverage(model, 0.9)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    trained, selected = model.weight.detach().clone(), average.average["weight"].clone()
+
+    def evaluate():
+        with average.in_place():
+            assert torch.equal(model.weight, selected)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        evaluate()
+    assert torch.equal(model.weight, trained)
+    assert torch.equal(average.average["weight"], selected)
