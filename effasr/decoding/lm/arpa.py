@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effasr.data.manifest.lines import numbered_lines
+from effasr.untrusted.files import open_regular
 
 BEGIN = -1  # the id of ``<s>``
 
@@ -19,7 +21,18 @@ MOST_DIGITS = 18  # digits of an integer, which fits into 64 bits
 # What KenLM and SRILM separate words by; a word may have other spaces, such as U+00A0.
 _BLANK = " \t\r\n"
 
+_SPECIAL = {"<UNK>": "<unk>", "<S>": "<s>", "</S>": "</s>"}
+"""Forms that other programs write."""
+
+_BINARY = {
+    b"mmap lm ": "a binary of KenLM: give the ARPA file that it was built from",
+    b"version https://git-lfs": "a pointer of git-lfs: fetch the file by `git lfs pull`",
+}
+"""First bytes of what people take for an ARPA file."""
+
 Context = tuple[int, ...]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,7 @@ class Arpa:
     # ``<unk>`` are left out.
     ngrams: list[dict[Context, tuple[float, float]]]
     unknown: float  # log10 of the probability of an unknown word
+    has_end: bool  # whether there is a probability of the end, ``</s>``
 
 
 def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
@@ -36,7 +50,7 @@ def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
     ngrams: list[dict[Context, tuple[float, float]]] = []
     promised: list[int] = []
     counts: list[int] = []
-    unknown, section = UNSEEN, ""
+    unknown, section, has_end = None, "", False
     for number, line in _lines(path):
         if line.startswith("\\"):
             section = line
@@ -49,6 +63,8 @@ def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
         elif section == f"\\{len(ngrams)}-grams:":
             gram, probability, backoff = _entry(path, number, line, len(ngrams))
             counts[-1] += 1
+            # A probability of 1 stands for none.
+            has_end |= gram == ["</s>"] and probability < 0
             if gram == ["<unk>"]:
                 unknown = probability
             elif "<unk>" not in gram:
@@ -63,12 +79,22 @@ def read_arpa(path: str | Path, id_of: Callable[[str, str], int]) -> Arpa:
         )
     if counts != promised:
         raise ValueError(f"{path}: \\data\\ promises {promised} n-grams, but there are {counts}.")
-    return Arpa(ngrams, unknown)
+    if not has_end:
+        _log.warning("%s has no </s>, so the ends of texts have no score.", path)
+    if unknown is None:
+        _log.warning("%s has no <unk>, so unknown words are all but forbidden.", path)
+    return Arpa(ngrams, UNSEEN if unknown is None else unknown, has_end)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file.")
+    if path.is_file():
+        with open_regular(path) as file:
+            begin = file.read(32)
+        for first, kind in _BINARY.items():
+            if begin.startswith(first):
+                raise ValueError(f"{path} must be an ARPA file, plain or .gz, but is {kind}.")
     try:
         for number, line in numbered_lines(path):
             yield number, line.strip(_BLANK)
@@ -105,4 +131,5 @@ def _entry(path: Path, number: int, line: str, length: int) -> tuple[list[str], 
             f"{path}:{number} must be a log-probability, {length} words and perhaps a back-off "
             f"weight, but is `{line[:60]}`."
         ) from None
-    return parts[1 : 1 + length], probability, backoff
+    words = [_SPECIAL.get(word, word) for word in parts[1 : 1 + length]]
+    return words, probability, backoff

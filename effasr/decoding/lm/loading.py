@@ -21,4 +21,4 @@ def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> To
         return load_neural_lm(config.lm, model.vocab_size, tokenizer.eos_id, device)
     if config.lm_unit == "word":
         return WordFusion(load_word_ngrams(config.lm), tokenizer)
-    return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id)
+    return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id, tokenizer.pieces())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,7 @@ class TokenNgrams:
         vocab_size: int,
         eos_id: int,
         unknown: float = UNSEEN,  # log10 of the probability of a token without unigram
+        has_end: bool = True,  # without, the end has a log-probability of 0
     ):
         self.order = len(ngrams)
         self._backoffs: dict[Context, float] = {}
@@ -56,7 +57,7 @@ class TokenNgrams:
             context: (np.array([t for t, _ in pairs]), np.array([p for _, p in pairs]))
             for context, pairs in after.items()
         }
-        self._eos_id = eos_id
+        self._eos_id, self._has_end = eos_id, has_end
         self._unseen = np.full(vocab_size, unknown * math.log(10))
         self._follow = lru_cache(max(16, _CACHE_BYTES // (8 * vocab_size)))(self._computed)
 
@@ -67,6 +68,8 @@ class TokenNgrams:
             zip(contexts.flatten(0, 1).tolist(), rows, strict=True)
         ):
             values[row] = self._follow(self._longest_suffix(context))[[*tokens, self._eos_id]]
+        if not self._has_end:
+            values[:, -1] = 0.0
         return torch.from_numpy(values).to(symbols.device).unflatten(0, symbols.shape[:2])
 
     def _longest_suffix(self, tokens: Sequence[int]) -> Context:
@@ -88,19 +91,35 @@ class TokenNgrams:
         return scores
 
 
-def load_ngrams(path: str | Path, vocab_size: int, eos_id: int) -> TokenNgrams:
-    """Read an ARPA file, plain or gzipped, whose words are token ids in decimal."""
+def load_ngrams(
+    path: str | Path, vocab_size: int, eos_id: int, pieces: Sequence[str] = ()
+) -> TokenNgrams:
+    """Read an ARPA file, plain or gzipped, whose words are token ids in decimal or ``pieces``."""
     names = {"<s>": BEGIN, "</s>": eos_id}
+    count = Counter(pieces)
+    ids = {piece: number for number, piece in enumerate(pieces) if count[piece] == 1}
+    of_pieces: bool | None = None
 
     def token(origin: str, word: str) -> int:
+        nonlocal of_pieces
         if word in names:
             return names[word]
-        if not (word.isdecimal() and len(word) <= MOST_DIGITS and int(word) < vocab_size):
+        if of_pieces is None:
+            # The first word decides: a piece may be a number, too.
+            of_pieces = not word.isdecimal() and word in ids
+        if of_pieces and word in ids:
+            return ids[word]
+        if of_pieces or not _is_id(word, vocab_size):
+            rule = "a piece of the tokenizer" if of_pieces else f"a token id below {vocab_size}"
             raise ValueError(
-                f"{origin}: `{word[:40]}` must be a token id below {vocab_size}: estimate the "
-                "model from texts that the tokenizer has encoded, a line of ids for each."
+                f"{origin}: `{word[:40]}` must be {rule}: estimate the model from texts that the "
+                "tokenizer has encoded, a line of ids or pieces for each; or give `lm_unit` word."
             )
         return int(word)
 
     arpa = read_arpa(path, token)
-    return TokenNgrams(arpa.ngrams, vocab_size, eos_id, arpa.unknown)
+    return TokenNgrams(arpa.ngrams, vocab_size, eos_id, arpa.unknown, arpa.has_end)
+
+
+def _is_id(word: str, vocab_size: int) -> bool:
+    return word.isdecimal() and len(word) <= MOST_DIGITS and int(word) < vocab_size

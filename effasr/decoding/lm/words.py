@@ -36,7 +36,7 @@ class WordNgrams:
         self.order = len(arpa.ngrams)
         self._ngrams, self._ids = arpa.ngrams, ids
         self._unknown = arpa.unknown * math.log(10)
-        self.end_id = ids.get("</s>", _UNKNOWN)
+        self.end_id, self._has_end = ids.get("</s>", _UNKNOWN), arpa.has_end
 
     def log_probs(self, texts: Sequence[tuple[str, str]]) -> list[float]:
         """Return the log-probability of each text after its history, in nats, without its end."""
@@ -74,6 +74,10 @@ class WordNgrams:
                 return weights + self._unknown
             _, backoff = self._ngrams[len(context) - 1].get(context, (0.0, 0.0))
             weights, context = weights + backoff * math.log(10), context[1:]
+
+    def end_log_prob(self, history: Sequence[int]) -> float:
+        """Return the log-probability of the end in nats; 0 in a model without one."""
+        return self.log_prob(history, self.end_id) if self._has_end else 0.0
 
 
 def _without_punctuation(word: str) -> str:
@@ -136,7 +140,7 @@ class WordFusion:
         for word in self._ids(groups[-1]) if groups else ():
             score += self._words.log_prob(history, word)
             history.append(word)
-        return score, score + self._words.log_prob(history, self._words.end_id)
+        return score, score + self._words.end_log_prob(history)
 
     def _groups(self, tokens: Sequence[int]) -> list[list[int]]:
         groups: list[list[int]] = []
