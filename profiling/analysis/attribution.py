@@ -94,7 +94,10 @@ def attribute(table: Table, launches: Launches, steps: dict[int, step_ranges.Ste
     process, has_place = work["process"], launches.thread != NONE
     main = np.full(len(work), NONE, np.int64)
     for number in range(len(table.processes)):
-        main[process == number] = _main_thread(table, number, steps)
+        # The thread of the steps or, without them, the one with the longest ranges.
+        has_steps = number in steps and steps[number].is_found
+        longest = busiest_thread(table.ranges[table.annotations(number)])
+        main[process == number] = steps[number].thread if has_steps else longest
     on_thread = annotated.find(process, launches.thread, launches.begin, launches.end)
     on_thread[~has_place] = -1
     on_main = annotated.find(process, main, launches.begin, launches.end)
@@ -179,13 +182,6 @@ def _without_counters(table: Table) -> list[str]:
             for name, _ in members:
                 names[name] = family
     return names
-
-
-def _main_thread(table: Table, process: int, steps: dict[int, step_ranges.Steps]) -> int:
-    """Return the thread of the steps or, without them, the one with the longest ranges."""
-    if process in steps and steps[process].is_found:
-        return steps[process].thread
-    return busiest_thread(table.ranges[table.annotations(process)])
 
 
 def _backward(

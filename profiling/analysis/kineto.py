@@ -214,7 +214,10 @@ class _Reader:
         else:
             work = operator_work(ranges)
         epoch = head.get("baseTimeNanoseconds", 0)
-        process = Process(self.path.name, *self._identity(head), epoch)
+        pid = max(self.pids, key=lambda pid: self.pids[pid]) if self.pids else 0
+        rank = head.get("distributedInfo", {}).get("rank")
+        rank = rank if isinstance(rank, int) else rank_of(self.path)
+        process = Process(self.path.name, pid, rank, epoch)
         return Table(
             self.names.list,
             [process],
@@ -272,11 +275,6 @@ class _Reader:
             position = self.called.get(self.external[index])
             if position is not None:
                 work["thread"][index], work["called"][index] = position
-
-    def _identity(self, head: dict[str, Any]) -> tuple[int, int | None]:
-        pid = max(self.pids, key=lambda pid: self.pids[pid]) if self.pids else 0
-        rank = head.get("distributedInfo", {}).get("rank")
-        return pid, rank if isinstance(rank, int) else rank_of(self.path)
 
     def _notes(self, work: np.ndarray) -> list[Note]:
         name = self.path.name

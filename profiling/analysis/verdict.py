@@ -134,7 +134,10 @@ def sentence(summary: dict[str, Any]) -> dict[str, Any]:
     other_parts = [part for name, part in parts.items() if name != "compute"]
     worst = max(other_parts, key=lambda part: part["share"])
     compute = parts["compute"]["share"]
-    scope = _scope(budget)
+    scope = " (the whole capture counts as one step)"
+    if budget["is_stepwise"]:
+        ranks = f" of {budget['ranks']} ranks" if budget["ranks"] > 1 else ""
+        scope = f" ({budget['steps']} steps{ranks})"
     lost = 1 - compute
     if worst["share"] < _COMPUTE_BOUND and compute >= 0.5:
         # Not by summed work, which has the communication and copies that compute hides.
@@ -176,13 +179,6 @@ def _from_log(log: dict[str, Any]) -> dict[str, Any]:
         f"Without that the run would be {_gain(share)}; a capture would say where the rest goes."
     )
     return {"limit": "data_wait" if share >= 0.5 else None, "share": share, "text": text}
-
-
-def _scope(budget: dict[str, Any]) -> str:
-    ranks, steps = budget["ranks"], budget["steps"]
-    if not budget["is_stepwise"]:
-        return " (the whole capture counts as one step)"
-    return f" ({steps} steps" + (f" of {ranks} ranks)" if ranks > 1 else ")")
 
 
 def milliseconds(value: float) -> str:
@@ -230,11 +226,13 @@ def assess(
     rules: dict[str, float],
     log: dict[str, Any],
 ) -> list[Note]:
+    shares = [f"{percent(rules[rule])} {text}" for rule, text in _RULES.items() if rules.get(rule)]
+    attributed = f"work attributed: {', '.join(shares)}"
     notes = [
         *((note.level, note.text) for note in table.notes),
         *_steps(table, lanes),
         *(_launches(table, launches, lanes) if table.has_gpu else ()),
-        *_rules(rules),
+        *([(_warning(rules.get("none", 0.0)), attributed)] if shares else ()),
         *_graphs(table),
         *_overhead(table, lanes),
         *_against_log(lanes, log),
@@ -284,12 +282,6 @@ def _launches(table: Table, launches: Launches, lanes: list[Lane]) -> Iterator[t
 
 def _warning(share: float, otherwise: str = "ok") -> str:
     return "warning" if share > _UNATTRIBUTED else otherwise
-
-
-def _rules(rules: dict[str, float]) -> Iterator[tuple[str, str]]:
-    shares = [f"{percent(rules[rule])} {text}" for rule, text in _RULES.items() if rules.get(rule)]
-    if shares:
-        yield _warning(rules.get("none", 0.0)), f"work attributed: {', '.join(shares)}"
 
 
 def _graphs(table: Table) -> Iterator[tuple[str, str]]:

@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         count = operators.launches(func, args) if on_device and not is_empty else 0
         if not count:
             return out
-        self._add(
+        self.add(
             operators.name_of(func),
             operators.category(func, args, out),
             on_device,
@@ -107,12 +107,9 @@ class Recorder(TorchDispatchMode):
             # whose number is bounded, and tensors with a row for each frame.
             by_frame = [x for x in tensors if self._frames in x.shape]
             tensors = [x for x in tensors if self._frames not in x.shape]
-        self._add(name, "reduction", tensors, 1, sum(map(operators.size, tensors)))
+        self.add(name, "reduction", tensors, 1, sum(map(operators.size, tensors)))
         if by_frame:
-            self._add(name, "reduction", by_frame, 0, sum(map(operators.size, by_frame)))
-
-    def add_flops(self, operation: str, flops: int, tensors: list[Tensor]) -> None:
-        self._add(operation, operation, tensors, 0, 0, flops)
+            self.add(name, "reduction", by_frame, 0, sum(map(operators.size, by_frame)))
 
     @contextmanager
     def within_operation(self, name: str) -> Iterator[None]:
@@ -123,7 +120,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._operation, self._call = before
 
-    def _add(
+    def add(
         self,
         name: str,
         category: str,
@@ -198,5 +195,6 @@ class _Observed:
     def _call(self, function: Any, factor: int, arguments: Any, *others: Any) -> Any:
         with self._recorder.within_operation(self._op.name):
             tensors = [x for x in self._op.schema.tensors(arguments) if x is not None]
-            self._recorder.add_flops(self._op.name, factor * self._op._flops(arguments), tensors)
+            flops = factor * self._op._flops(arguments)
+            self._recorder.add(self._op.name, self._op.name, tensors, 0, 0, flops)
             return function(arguments, *others)

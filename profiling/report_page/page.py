@@ -379,7 +379,11 @@ def _ranges(ranges: list[dict[str, Any]]) -> str:
         "forward": duration("forward_ms"),
         "backward": duration("backward_ms"),
         "share of work": share("share"),
-        "": lambda entry: Cell(_bar(entry["share"]) if "wall_ms" in entry else ""),
+        "": lambda entry: Cell(
+            f'<span class="bar" style="width:{max(120 * entry["share"], 1):.0f}px"></span>'
+            if "wall_ms" in entry
+            else ""
+        ),
     }
     fields = ("forward_ms", "backward_ms", "share")
     last = {field: sum(entry[field] for entry in ranges) for field in fields}
@@ -415,10 +419,6 @@ def kernels(report: dict[str, Any]) -> str:
     return paragraph("Per step and rank, most work first.") + made
 
 
-def _bar(share: float) -> str:
-    return f'<span class="bar" style="width:{max(120 * share, 1):.0f}px"></span>'
-
-
 # The page of two runs: what changed, then each of them.
 
 Show = Callable[[float], str]
@@ -441,17 +441,13 @@ def _comparison(report: dict[str, Any]) -> str:
     )
     parts = [_changes(data, reports)]
     for single in reports:
+        # Ids of sections are unique on the page.
+        prefix = "".join(letter if letter.isalnum() else "-" for letter in single["name"])
         parts.append(
             f'<h2 class="subject">{escape(single["name"])}</h2>{lead(single["verdict"]["text"])}'
-            + _with_own_names(all_of(single), single["name"])
+            + all_of(single).replace('<section id="', f'<section id="{prefix}-')
         )
     return header + "".join(parts)
-
-
-def _with_own_names(html: str, name: str) -> str:
-    """Return the HTML with section ids that are unique on the page."""
-    prefix = "".join(letter if letter.isalnum() else "-" for letter in name)
-    return html.replace('<section id="', f'<section id="{prefix}-')
 
 
 def _changes(data: dict[str, Any], reports: list[dict[str, Any]]) -> str:

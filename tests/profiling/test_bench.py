@@ -16,7 +16,7 @@ import torch
 from benchmarks import data, harness, inference, training
 from benchmarks.speech import agreement
 from benchmarks.workload import LISTED, drawn_durations, read_durations
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 PROFILING = Path(__file__).parents[2] / "profiling"
@@ -80,6 +80,7 @@ TEXT = st.text(st.sampled_from("=+-@\t\r\n'\",;1e. A\u202e"), max_size=6)
 
 
 @given(names=st.lists(TEXT, min_size=1, max_size=4), number=st.floats(-1e9, 1e9))
+@example(names=["'=a"], number=1.0)
 def test_a_text_in_a_table_is_no_formula_and_is_read_as_it_was(names, number: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.csv"

@@ -289,6 +289,13 @@ def test_nothing_is_measured_of_what_no_test_has_proven(call, monkeypatch) -> No
     assert ran == ["ops"]
 
 
+def test_a_failure_is_not_undone_by_a_repetition(call) -> None:
+    path, line = call.output / "tests.jsonl", {"test": "tests/gpu/test_ctc_loss.py::test_a"}
+    lines = [json.dumps(line | {"outcome": outcome}) for outcome in ("failed", "passed")]
+    path.write_text("\n".join(lines))
+    assert groups_in(read_outcomes(path))["ctc_loss"].objection.startswith("1 of its tests failed")
+
+
 def test_rows_of_other_attention_rest_on_its_own_tests(call) -> None:
     rows = (
         "op,kind,backend,shape",

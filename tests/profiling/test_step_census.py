@@ -54,7 +54,7 @@ def test_a_call_takes_the_larger_time_of_its_bytes_and_its_products() -> None:
     with recorder.recording():
         for products, kernels in ((3, 1), (1, 2)):
             with recorder.within_operation("attention"):
-                recorder.add_flops("attention", products * ms_of_products, [x])
+                recorder.add("attention", "attention", [x], 0, 0, products * ms_of_products)
                 for _ in range(kernels):
                     x.add(x)
         # Outside of operations each is a call.

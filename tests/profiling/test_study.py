@@ -152,12 +152,13 @@ def test_rows_by_strategy_and_commands_that_fail(tmp_path, monkeypatch) -> None:
         "cells": {"a": {"code": "import prints"}, "b": {"code": "import sys; sys.exit(3)"}},
         "rows": [{"command": 'python -c "$code"', "each": "name"}],
         "columns": ["name", "n", "missing"],
+        "percent": ["n"],
     }
     (tmp_path / "prints.py").write_text('print(\'{"x": {"n": 1.25}, "y": {"n": 2}}\')')
     Path("g.yaml").write_text(yaml.safe_dump(grid))
     study.main(["g.yaml", "--only", "a", "--work", "w"])
     rows = [(row["name"], row["n"], row["missing"]) for row in rows_of(Path("w/rows.csv"))]
-    assert rows == [("x", "1.25", ""), ("y", "2", "")]
+    assert rows == [("x", "125.0", ""), ("y", "2", "")]
     with pytest.raises(RuntimeError, match=r"ended with exit code 3: see .*log\.txt"):
         study.main(["g.yaml", "--only", "b", "--work", "w"])
     assert len(rows_of(Path("w/rows.csv"))) == 2
