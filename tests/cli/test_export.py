@@ -168,6 +168,9 @@ def test_the_mean_of_checkpoints(effasr, run, tmp_path):
     assert effasr("export", run, tmp_path / "one").code == 0
     assert effasr("export", run, tmp_path / "mean", "--averaged", "2").code == 0
     assert effasr("import", tmp_path / "mean", tmp_path / "back").code == 2  # no tokenizer.json
+    # No evaluation is of a mean.
+    assert "| dev |" in (tmp_path / "one" / "README.md").read_text()
+    assert "| dev |" not in (tmp_path / "mean" / "README.md").read_text()
     mean = load_file(tmp_path / "mean" / "model.safetensors")
     item = load_file(tmp_path / "one" / "model.safetensors")
     assert mean.keys() == item.keys()

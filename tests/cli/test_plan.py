@@ -77,6 +77,8 @@ def test_all_strategies_are_one_object(effasr, corpus):
 def test_random_batches_of_a_given_size(effasr, corpus):
     arguments = ("plan", "--manifest", corpus, "--strategy", "random", "--json", "--world-size", 2)
     made = json.loads(effasr(*arguments, "--batch-size", 16).out)
+    other = json.loads(effasr(*arguments, "--batch-size", 16, "--seed", 5).out)
+    assert other["padding_frames"] != made["padding_frames"]
     assert 15.9 < made["batch_utterances"] <= 16
     assert 0.3 < made["padding_frames"] < 0.7
 

@@ -1,5 +1,7 @@
 """Answers from the cache are those of transformers' generation, whatever else is answered."""
 
+import math
+
 import pytest
 import torch
 
@@ -103,6 +105,30 @@ def test_beams_find_what_transformers_finds(kind):
     assert len(ended) >= 2
     assert [result[n].tokens for n in ended] == [expected[n][0] for n in ended]
     assert not any(result[n].truncated for n in ended)
+
+
+@torch.no_grad()
+def test_a_beam_ranks_answers_by_their_tokens_with_the_end():
+    """By a penalty a little under and over that by which the best answer of one token wins."""
+    model, read, stop = speech_llm("qwen2", seed=2), [5, 9, 11, 4], 2
+
+    def log_probs(tokens):
+        layout = PackedLayout.from_lengths([len(tokens)])
+        hidden = model.language_model(
+            model.language_model.embed_tokens(torch.tensor(tokens)), layout
+        )
+        return model.language_model.logits(hidden)[-1].double().log_softmax(-1).tolist()
+
+    first = log_probs(read)
+    others = {t: first[t] + log_probs([*read, t])[stop] for t in range(VOCABULARY) if t != stop}
+    best = max(others, key=others.__getitem__)
+    even = math.log(others[best] / first[stop]) / math.log(7 / 6)
+    assert even > 0
+    for penalty, expected in ((0.97 * even, ()), (1.03 * even, (best,))):
+        batch = make_conversation_batch([asking("a", read)])
+        options = {"beam": VOCABULARY, "length_penalty": penalty}
+        (answer,) = answers(model, batch, [2], (stop,), **options)
+        assert answer.tokens == expected
 
 
 def test_classes_past_the_tokenizer_are_never_written():

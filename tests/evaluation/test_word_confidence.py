@@ -42,6 +42,8 @@ def test_calibration_error_and_area_are_those_of_their_definitions():
     pairs = [(a > b) + 0.5 * (a == b) for a in sure[right] for b in sure[~right]]
     assert result.auc == pytest.approx(np.mean(pairs))
     assert (result.words, result.right) == (400, right.sum())
+    # The last of the bins ends with 1.
+    assert confidence_report([(1.0, False), (0.95, True)]).ece == pytest.approx(0.475)
     perfect = confidence_report([(1.0, True), (0.0, False)])
     assert (perfect.ece, perfect.auc) == (0.0, 1.0)
     empty = confidence_report([], 3)
