@@ -87,6 +87,8 @@ READERS: dict[str, tuple[list[str], int, Callable[[Path, list[str]], Path]]] = {
             {"recordings.jsonl.gz": compressed(lines),
              "supervisions.jsonl": json.dumps(supervision(0)) + "\n"}, folder)),
     "table": (CSV, 1, lambda folder, lines: content({"metadata.csv": "".join(lines)}, folder)),
+    "csv": (["file_name,text\n", *(f"talk.wav,t{n}\n" for n in range(4))], 1,
+            lambda folder, lines: content({"metadata.csv": "".join(lines)}, folder)),
     "common voice": (
         ["client_id\tpath\tsentence\tlocale\n", *(f"s\ttalk\tt{n}\ten\n" for n in range(4))], 1,
         lambda folder, lines: (

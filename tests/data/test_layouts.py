@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import random
 import shutil
 import unicodedata
 from pathlib import Path
@@ -312,27 +311,6 @@ def test_a_bad_row_stops_no_other(tmp_path, first) -> None:
     numbers = sorted(int(row["details"].split("m.jsonl:")[1].split(":")[0]) for row in dropped)
     expected = [n for n, line in enumerate(lines, 1) if line not in good]
     assert numbers == expected
-
-
-def test_random_damage_loses_no_row_of_csv(tmp_path) -> None:
-    """Kept and dropped together are the rows that are there."""
-    rng, compared = random.Random("csv"), 0
-    path = write(tmp_path / "set" / "r.wav", 300).parent / "metadata.csv"
-    for _ in range(15):
-        lines = ["file_name,text", *(f"r.wav,text {number}" for number in range(6))]
-        for _ in range(rng.randint(1, 4)):
-            number = rng.randrange(1, len(lines))
-            at = rng.randrange(len(lines[number]))
-            insertion = rng.choice(['"', ",", "\t", "{", "x", "\u200b", ";", ""])
-            lines[number] = lines[number][:at] + insertion + lines[number][at + rng.randint(0, 3) :]
-        path.write_text("\n".join(lines))
-        try:
-            selected, dropped = prepared(path, tmp_path)
-        except ValueError:  # nothing could be read, which is said
-            continue
-        assert len(selected) + len(dropped) == sum(bool(line.strip()) for line in lines[1:])
-        compared += 1
-    assert compared >= 8, compared
 
 
 def test_two_texts_of_one_span_are_counted(tmp_path) -> None:

@@ -189,6 +189,7 @@ def test_no_member_gets_out_of_the_tar(tmp_path, prefix):
     inside.mkdir()
     imported = import_nemo(write(inside / "x.nemo", [(evil, b"a: 1"), *content]))
     assert imported.config.transducer is not None
+    assert not any("/" in name for name in read_archive(inside / "x.nemo").files)
     moved = [(tarfile.TarInfo(prefix + Path(m.name).name), data) for m, data in content]
     with pytest.raises(ValueError, match=r"has no model_config.yaml and no model_weights.ckpt"):
         import_nemo(write(inside / "y.nemo", moved))
