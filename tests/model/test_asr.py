@@ -148,31 +148,6 @@ def test_weights_may_have_another_dtype(kind, dtype, tolerance, tiny_config, exa
     assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["small", "lstm", "stateless", "durations"])
-@pytest.mark.representative(kind=["small", "durations"])
-def test_a_few_steps_learn_the_batch(kind, tiny_config, examples, make_batch):
-    config = configure(configure(tiny_config, "small"), kind)
-    rate = 3e-3
-    if config.transducer is not None:
-        rate, wide = 1e-2, dataclasses.replace(config.transducer, width=32, joint=32)
-        config = dataclasses.replace(config, transducer=wide)
-    torch.manual_seed(0)
-    model = ASRModel(config, VOCABULARY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    batch = make_batch(examples, static=True)
-    history = []
-    for _ in range(60):
-        losses = model(batch, guided_sigma=0.3)
-        aligned = losses.ctc + losses.transducer
-        loss = losses.cross_entropy / batch.num_targets
-        loss = loss + aligned / batch.num_monotonic_targets
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-    assert history[-1] < 0.2 * history[0]
-
-
 @pytest.mark.parametrize("kind", ["canary", *(f"{head} with ctc" for head in HEADS)])
 def test_from_state_dict_is_the_same_model(kind, tiny_config, examples, make_batch):
     model, batch = make(tiny_config, kind).eval(), make_batch(examples)

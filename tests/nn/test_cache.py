@@ -160,10 +160,10 @@ def test_hypotheses_share_the_speech_and_go_on_from_each_other(paged):
     tokens.rows = [list(tokens.rows[row // 2]) for row in range(6)]
     draw = torch.Generator().manual_seed(3)
     for number in range(most - 3):
-        tokens.step(state)
         if number == PAGE + 4:
             state.keep([0, 2])
             tokens.rows, existing = tokens.rows[:2] + tokens.rows[4:], [existing[0], existing[2]]
+        tokens.step(state)
         count = state.num_rows
         parents = torch.arange(count) // 2 * 2 + torch.randint(2, (count,), generator=draw)
         state.reorder(parents)

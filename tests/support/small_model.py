@@ -78,11 +78,6 @@ def tiny_config(subsampling):
     )
 
 
-def small_encoder(**options) -> FastConformerConfig:
-    sizes = {"width": 32, "layers": 1, "heads": 2, "feed_forward": 32, "subsampling_channels": 4}
-    return FastConformerConfig(**sizes | options)
-
-
 @pytest.fixture
 def tiny_model(tiny_config):
     """In evaluation mode, with no bias at zero and no norm at rest."""

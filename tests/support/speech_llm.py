@@ -11,8 +11,8 @@ from effasr.data.conversation.rows import CLIP
 from effasr.data.features.config import FeatureConfig
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.language_model.config import LanguageModelConfig
-from tests.support.small_model import small_encoder
 
 VOCABULARY = 61
 
@@ -39,7 +39,14 @@ def architecture(kind: str, **fields) -> str:
 def speech_llm_config(kind: str = "llama", stack: int = 3, **fields) -> ModelConfig:
     return ModelConfig(
         features=FeatureConfig(mel_bins=16),
-        encoder=small_encoder(feed_forward=48, subsampling_channels=8, conv_norm="layer_norm"),
+        encoder=FastConformerConfig(
+            width=32,
+            layers=1,
+            heads=2,
+            feed_forward=48,
+            subsampling_channels=8,
+            conv_norm="layer_norm",
+        ),
         decoder=None,
         language_model=LanguageModelConfig(
             architecture=architecture(kind, **fields), stack=stack, weights="random"
