@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -21,6 +22,10 @@ T = TypeVar("T")
 
 _SIGNAL_PATIENCE_S = 1.0
 
+_OPEN_FILES = 65_536
+_OPEN_FILES_BESIDE = 64
+_TENSORS = 12  # of a batch, each a file of its own in shared memory
+
 _PR_SET_PDEATHSIG = 1  # from Linux's <sys/prctl.h>
 
 _DEATH = "DataLoader worker (pid"
@@ -32,6 +37,22 @@ _REMEDY = "enlarge /dev/shm (docker's --shm-size), or lower `workers` or `prefet
 
 class SharedMemoryError(RuntimeError):
     """A worker cannot put a batch into shared memory."""
+
+
+def check_open_files(workers: int, prefetch: int) -> None:
+    """Raise this process's limit of open files, and check that it is enough for its workers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if 0 <= soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    needed = _OPEN_FILES_BESIDE + _TENSORS * workers * prefetch
+    if 0 <= soft < needed:
+        raise ValueError(
+            f"the limit of open files must be at least {needed} with data.workers={workers} and "
+            f"data.prefetch={prefetch}, but is {soft}: raise it by `ulimit -n {_OPEN_FILES}`, or "
+            "set data.workers=0."
+        )
 
 
 def share(tensors: Iterable[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,11 +165,17 @@ def distributed_context(
     try:
         shared, _, _ = next(rendezvous("env://", timeout=timeout))
     except RuntimeError as error:
+        host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
         if "EADDRINUSE" not in str(error):
-            raise
+            raise RuntimeError(
+                f"rank {rank} cannot join the others at {host}:{port} (`MASTER_ADDR`, "
+                f"`MASTER_PORT`) within {timeout_s:g} s (training.timeout_s): start all "
+                f"{size} ranks, with the address of the machine of rank 0. (PyTorch: "
+                f"{' '.join(str(error).split())[:200]})"
+            ) from error
         raise RuntimeError(
-            f"`MASTER_PORT` must be a free port of {environment.get('MASTER_ADDR')}, but "
-            f"{environment.get('MASTER_PORT')} is in use: set another, or end the run that has it."
+            f"`MASTER_PORT` must be a free port of {host}, but {port} is in use: set another, or "
+            "end the run that has it."
         ) from error
     shared.set_timeout(timeout)
     # The store may still hold keys of processes before a restart.
@@ -216,10 +223,32 @@ def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
             f"`{missing[0]}` must be set where {given} is: start with torchrun, which sets all, or "
             "unset them for one process."
         )
-    for name in ("RANK", "WORLD_SIZE"):
-        if not missing and not values[name].isdecimal():
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not missing and not values.get(name, "0").isdecimal():
             raise ValueError(f"`{name}` must be a number, but is {values[name]!r}.")
-    return int(values["RANK"] or 0), int(values["WORLD_SIZE"] or 1)
+    rank, size = int(values["RANK"] or 0), int(values["WORLD_SIZE"] or 1)
+    if rank >= size:
+        raise ValueError(
+            f"`RANK` must be below WORLD_SIZE, {size}, the number of processes, but is {rank}: "
+            "start with torchrun, which numbers them from 0, or unset both for one process."
+        )
+    if size > 1:
+        _check_address(values["MASTER_ADDR"], int(values["MASTER_PORT"]))
+    return rank, size
+
+
+def _check_address(host: str, port: int) -> None:
+    if not 0 < port < 2**16:
+        raise ValueError(f"`MASTER_PORT` must be a port from 1 to 65535, but is {port}.")
+    try:
+        socket.getaddrinfo(host, port)
+    except socket.gaierror as error:
+        # A name server that does not answer now may do so in a moment.
+        if error.errno == socket.EAI_NONAME:
+            raise ValueError(
+                f"`MASTER_ADDR` must be a host that this machine knows, the one of rank 0, but is "
+                f"{host!r}: set it to its name or address."
+            ) from error
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:

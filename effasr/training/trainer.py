@@ -18,6 +18,7 @@ import torch
 
 from effasr import ranges
 from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.worker_processes import check_open_files
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context
 from effasr.evaluation.wer import total
@@ -74,6 +75,7 @@ def run(config: TrainConfig) -> int:
 
 def _run(config: TrainConfig) -> int:
     settings = config.training
+    check_open_files(config.data.workers, config.data.prefetch)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     on_host = settings.strategy in ASYNCHRONOUS

@@ -160,6 +160,42 @@ def test_half_set_variables_are_refused(environment, missing):
         pass
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "2"}, "`RANK` must be below WORLD_SIZE, 2, .* but is 2"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "`RANK` must be below WORLD_SIZE, 1"),
+        ({"WORLD_SIZE": "0"}, "`RANK` must be below WORLD_SIZE, 0"),
+        ({"RANK": "-1"}, "`RANK` must be a number, but is '-1'"),
+        ({"MASTER_PORT": "a"}, "`MASTER_PORT` must be a number, but is 'a'"),
+        ({"MASTER_PORT": "99999"}, "`MASTER_PORT` must be a port from 1 to 65535, but is 99999"),
+        ({"MASTER_ADDR": "no.such.invalid"}, "`MASTER_ADDR` must be a host .* 'no.such.invalid'"),
+    ],
+)
+def test_variables_that_cannot_be_are_refused(changes, message, monkeypatch):
+    def unknown(host, port):
+        if host != "localhost":
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    with (
+        pytest.raises(ValueError, match=message),
+        distributed_context("cpu", environment=environment | changes),
+    ):
+        pass
+
+
+def test_a_rank_0_that_does_not_answer_is_named():
+    with socket.socket() as silent:
+        silent.bind(("localhost", 0))
+        port = str(silent.getsockname()[1])
+        environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        done = run_environment(environment | {"RANK": "1", "WORLD_SIZE": "2"}, timeout_s=1)
+    assert f"rank 1 cannot join the others at localhost:{port} (`MASTER_ADDR`" in done
+    assert "within 1 s (training.timeout_s): start all 2 ranks" in done
+
+
 def test_empty_variables_are_those_of_one_process():
     with distributed_context("cpu", environment={"RANK": "", "WORLD_SIZE": ""}) as context:
         assert (context.rank, context.size) == (0, 1)
@@ -197,10 +233,10 @@ def test_a_port_in_use_is_named():
     assert f"`MASTER_PORT` must be a free port of localhost, but {port} is in use" in done
 
 
-def run_environment(environment: dict[str, str]) -> str:
+def run_environment(environment: dict[str, str], timeout_s: float = 5) -> str:
     code = (
         "from effasr.distributed.process_group import distributed_context\n"
-        "with distributed_context('cpu', 5): pass"
+        f"with distributed_context('cpu', {timeout_s}): pass"
     )
     command = [sys.executable, "-c", code]
     return subprocess.run(

@@ -1,5 +1,8 @@
 """Lengths of a run in epochs, in time and by patience; intervals in time; fields without effect."""
 
+import os
+import resource
+import signal
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,9 +12,10 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.loader import Loader
+from effasr.data.worker_processes import check_open_files
 from effasr.distributed.process_group import DistributedContext
 from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio
-from effasr.training import trainer
+from effasr.training import trainer, validation
 from effasr.training.config import EvaluationConfig, TrainConfig
 from effasr.training.fault_tolerance.stop import StopInterrupt, StopRequest, listening
 from effasr.training.resolve import check_effects, resolve
@@ -243,3 +247,45 @@ def test_a_field_without_effect_is_refused_unless_it_has_its_default(tmp_path, o
     with pytest.raises(ValueError, match=f"`{path}` has no effect unless {needs.split('=')[0]} is"):
         check(override)
     check(override, needs)
+
+
+def test_a_low_limit_of_open_files_is_raised_or_refused(monkeypatch):
+    limits = [(256, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append(pair))
+    check_open_files(workers=4, prefetch=2)
+    assert limits[-1] == (4096, 4096)
+    limits.append((100, 100))
+    check_open_files(workers=0, prefetch=2)
+    message = (
+        r"must be at least 160 with data.workers=4 and data.prefetch=2, but is 100: raise it by"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_open_files(workers=4, prefetch=2)
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_stop_in_the_second_dev_set_keeps_what_was_due(
+    make_config, tones, tmp_path, monkeypatch, capsys, step
+):
+    """Also at the last step, which has a checkpoint whatever the intervals are."""
+    rows = (tones / "train.jsonl").read_text().replace("train-", f"{tones}/train-")
+    (tmp_path / "other.jsonl").write_text("".join(rows.splitlines(keepends=True)[:3]))
+    data = {"validation": (str(tones / "test.jsonl"), str(tmp_path / "other.jsonl"))}
+    loop = {"max_steps": 4, "checkpoint_every": 2, "validate_every": step, "async_save": False}
+    assert run(make_config(name="whole", data=data, training=loop)) == 0
+    config, calls, evaluate = make_config(data=data, training=loop), [], validation.evaluate
+
+    def stopped(*arguments, **options):
+        calls.append(checkpoint_steps(tmp_path / "run"))
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return evaluate(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "evaluate", stopped)
+        assert run(config) == 0
+    assert calls[1][-1] == step
+    assert f"stopped at step {step}; the same" in capsys.readouterr().err
+    assert run(config) == 0
+    assert_same_end(tmp_path / "whole", tmp_path / "run", steps=4)
