@@ -154,10 +154,10 @@ def test_frames_of_every_context_are_nemos(model, expected, context):
         remaining, result = features.encoder_frames(samples), []
         for chunk in rows[number][: samples // features.hop].split(8 * context.chunk):
             size = min(context.chunk, remaining)
-            result.append(_step(stream, chunk, size))
+            result.append(_step(stream, chunk, size, context))
             remaining -= size
         if remaining:
-            result.append(_step(stream, rows[number][:0], remaining))
+            result.append(_step(stream, rows[number][:0], remaining, context))
         ours, theirs = torch.cat(result), expected[f"streamed_{name}_{number}"]
         assert_same(ours, expected[f"masked_{name}_{number}"], f"stream {number}")
         # NeMo's first chunk has a row for its first frame and 8 for each other one, and its last
@@ -169,8 +169,8 @@ def test_frames_of_every_context_are_nemos(model, expected, context):
         assert_same(ours[:same], theirs[:same], f"NeMo's stream {number}")
 
 
-def _step(stream, rows, frames):
-    padded = rows.new_zeros(1, 8 * stream.context.chunk, rows.shape[1])
+def _step(stream, rows, frames, context):
+    padded = rows.new_zeros(1, 8 * context.chunk, rows.shape[1])
     padded[0, : len(rows)] = rows
     return stream.step(padded, [len(rows)], [frames])[0, :frames]
 
