@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import NamedTemporaryFile
+from typing import IO, TYPE_CHECKING
 
 from effasr.cli.options import (
     CONFIDENCE,
@@ -66,7 +66,7 @@ def add(command: AddCommand) -> None:
         nargs="*",
         metavar="FILE",
         help="an audio file, a folder of such, a pattern (*, ?, [..] and ** for any depth), or - "
-        "for a list of them on standard input, one a line",
+        "for standard input: a list of files, one a line, or the audio of one",
     )
     parser.add_argument(
         "--manifest",
@@ -147,7 +147,9 @@ def run(options: argparse.Namespace) -> int:
     default = Prompt(source, target, task, loaded.prompt.punctuation)
     if options.stream:
         return _stream(options, loaded, _with_options(default, options), decoding)
-    sources = _sources(options, default)
+    # Deleted with the last reference to it.
+    copy = NamedTemporaryFile(prefix="effasr-", suffix=".stdin")  # noqa: SIM115
+    sources = _sources(options, default, copy)
     writer = ResultWriter(_style(options), options.output, sources)
     if options.continued:
         every, sources = len(sources), writer.missing(sources)
@@ -313,15 +315,13 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
         )
 
 
-def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
+def _sources(options: argparse.Namespace, default: Prompt, copy: IO[bytes]) -> list[Source]:
     from effasr.transcription.inputs.sources import find, of_manifest
+    from effasr.transcription.inputs.stdin import sources_on_stdin
 
-    names = [
-        name
-        for argument in options.files
-        for name in (_names_on_stdin() if argument == "-" else [argument])
-    ]
-    sources = find(names)
+    sources = find(name for name in options.files if name != "-")
+    if "-" in options.files:
+        sources += sources_on_stdin(sys.stdin.buffer, copy)
     if options.manifest is not None:
         # Lines without a language get the default source language: the same prompt as for a file,
         # if source and target are equal.
@@ -330,12 +330,6 @@ def _sources(options: argparse.Namespace, default: Prompt) -> list[Source]:
             replace(item, prompt=_with_options(item.prompt or default, options)) for item in listed
         ]
     return sources
-
-
-def _names_on_stdin() -> list[str]:
-    """Return names on standard input, separated by line feeds or zero bytes."""
-    text = os.fsdecode(sys.stdin.buffer.read())
-    return [name for name in text.split("\0" if "\0" in text else "\n") if name.strip()]
 
 
 def _with_options(prompt: Prompt, options: argparse.Namespace) -> Prompt:

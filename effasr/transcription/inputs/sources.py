@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,17 @@ def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> li
     return sources
 
 
-def check_names(sources: Sequence[Source]) -> None:
+def with_unique_names(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources; of those with one name, such as x.wav and x.mp3, the suffix is in it."""
+    count = Counter(source.name for source in sources)
+    unique = [
+        replace(source, name=f"{source.name}{PurePath(source.audio).suffix}")
+        if count[source.name] > 1
+        else source
+        for source in sources
+    ]
     by_name: dict[str, str] = {}
-    for source in sources:
+    for source in unique:
         if source.name in by_name:
             raise ValueError(
                 f"`--output` must have a file of its own for each recording, but that of "
@@ -69,6 +78,7 @@ def check_names(sources: Sequence[Source]) -> None:
                 "them by separate commands."
             )
         by_name[source.name] = source.id
+    return unique
 
 
 def _expand(argument: str) -> Iterator[Source]:

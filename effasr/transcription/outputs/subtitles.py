@@ -40,7 +40,7 @@ def vtt(transcription: Transcription) -> str:
 
 def ctm(transcription: Transcription, recording: str = "") -> str:
     """NIST's CTM; segments where words have no time. Spaces in fields become underscores."""
-    name = _recording(recording or Path(transcription.id).stem)
+    name = recording_name(recording or Path(transcription.id).stem)
     return "".join(_ctm(name, segment) for segment in transcription.segments)
 
 
@@ -50,7 +50,7 @@ class GrowingFile:
     def __init__(self, style: Literal["srt", "vtt", "ctm"], name: str) -> None:
         self.header = _VTT_HEADER + "\n" if style == "vtt" else ""
         self._style = style
-        self._name = _recording(name)
+        self._name = recording_name(name)
         self._numbers = itertools.count(1)
 
     def add(self, segment: Segment) -> str:
@@ -86,7 +86,7 @@ def _plain(text: str) -> str:
     return " ".join(_visible(text).replace("-->", "->").split())
 
 
-def _recording(name: str) -> str:
+def recording_name(name: str) -> str:
     """Return a name as the first field of a CTM line, which is a comment if it begins with `;;`."""
     return _field(name).lstrip(";") or "recording"
 

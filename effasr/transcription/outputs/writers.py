@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from effasr.transcription.inputs.sources import Source, check_names
+from effasr.transcription.inputs.sources import Source, with_unique_names
 from effasr.transcription.json_files import json_line, one_line, write_text
-from effasr.transcription.outputs.subtitles import GrowingFile, ctm, srt, vtt
+from effasr.transcription.outputs.subtitles import GrowingFile, ctm, recording_name, srt, vtt
 from effasr.transcription.results import Failure, Result, Segment, Transcription
 from effasr.transcription.transcribe import render
 
@@ -29,12 +30,16 @@ class ResultWriter:
                 "`--output FOLDER` for a file of each."
             )
         if folder is not None:
-            check_names(sources)
-        elif style == "ctm":
-            _check_recordings(sources)
+            sources = with_unique_names(sources)
         self._style = style
         self._folder = folder
         self._names = {source.id: source.name for source in sources}
+        # Recordings of CTM have no blanks, and are told apart by their names alone.
+        self._recordings: dict[str, str] = {}
+        others: set[str] = set()
+        for source in sources:
+            self._recordings[source.id] = name = _recording(source, others)
+            others.add(name)
 
     def missing(self, sources: Iterable[Source]) -> list[Source]:
         # Of a name that is too long, `Path.is_file` raises an error.
@@ -64,7 +69,7 @@ class ResultWriter:
 
     def _rendered(self, result: Transcription) -> str:
         if self._style == "ctm":
-            return ctm(result, _recording(self._names[result.id]))
+            return ctm(result, self._recordings[result.id])
         if self._style in _SUBTITLES:
             return _SUBTITLES[self._style](result)
         return render(result, "jsonl" if self._style == "json" else "text")
@@ -89,22 +94,12 @@ class StreamWriter:
             _write(one_line(segment.text) + "\n")
 
 
-def _recording(name: str) -> str:
-    """Return the name of a recording in CTM: that of its result's file, without folders."""
-    return os.path.basename(name)
-
-
-def _check_recordings(sources: Iterable[Source]) -> None:
-    by_name: dict[str, str] = {}
-    for source in sources:
-        name = _recording(source.name)
-        if name in by_name:
-            raise ValueError(
-                f"`--format ctm` must have a name of its own for each recording, but "
-                f"{by_name[name]} and {source.id} would both be {name!r}: transcribe them by "
-                "separate commands."
-            )
-        by_name[name] = source.id
+def _recording(source: Source, others: Collection[str]) -> str:
+    """Return a name in CTM, as no other recording has: without folders where possible."""
+    plain, suffix = recording_name(os.path.basename(source.name)), os.path.splitext(source.audio)[1]
+    candidates = plain, f"{plain}{suffix}", recording_name(source.id.replace("/", "_"))
+    numbered = (f"{plain}_{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain(candidates, numbered) if name not in others)
 
 
 def _write(text: str) -> None:
