@@ -259,9 +259,9 @@ def test_the_slowest_rank_since_the_last_line(make, caplog):
     with ranks[0][0], ranks[1][0], ranks[2][0]:
         assert first.slowest() == {"slowest_rank": None, "rank_wait_s": None}
         for rank, (_, phases) in enumerate(ranks):
-            phases.steps, phases.seconds = 10, 5.0 if rank == 1 else 1.0
+            phases.steps, phases.seconds = 10, (2.0, 5.0, 1.0)[rank]
         time.sleep(0.5)
-        assert first.slowest() == {"slowest_rank": 1, "rank_wait_s": pytest.approx(0.4)}
+        assert first.slowest() == {"slowest_rank": 1, "rank_wait_s": pytest.approx(0.3)}
         for rank, (_, phases) in enumerate(ranks):
             phases.steps, phases.seconds = 40, phases.seconds + 3.0 + 18.0 * (rank == 2)
         time.sleep(0.5)

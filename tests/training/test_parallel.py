@@ -469,8 +469,9 @@ def test_a_run_goes_on_with_another_strategy(make_config, tones, tmp_path):
 @pytest.mark.parametrize("strategy", ["fsdp2", "local_sgd"])
 @pytest.mark.representative(strategy="fsdp2")
 def test_two_ranks_go_on_to_the_last_bit(make_config, tmp_path, strategy):
-    local_sgd = LocalSGDConfig(period=3, warmup_steps=1)
-    loop = {"strategy": strategy, "local_sgd": local_sgd, "threads": 1, "max_steps": 8}
+    loop = {"strategy": strategy, "threads": 1, "max_steps": 8}
+    if strategy == "local_sgd":
+        loop["local_sgd"] = LocalSGDConfig(period=3, warmup_steps=1)
     newest = tmp_path / "run" / "checkpoints" / "step_00000008"
     ends = []
     for _ in range(2):
