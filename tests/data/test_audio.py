@@ -77,7 +77,7 @@ def test_what_is_no_audio_is_not_taken_for_telephone_speech(tmp_path, name) -> N
     soundfile.write(tmp_path / name, np.zeros(100), 16_000, format="AU")
     assert read_header(tmp_path / name).num_samples == 100
     (tmp_path / name).write_bytes(bytes(1000))
-    with pytest.raises(AudioError, match="not a readable audio file: it has no header"):
+    with pytest.raises(AudioError, match="not a readable audio file"):
         read_header(tmp_path / name)
 
 

@@ -105,6 +105,12 @@ WHOLE: dict[str, tuple[str, float, Callable[[], bytes]]] = {
         "wav", A, lambda: patched(patched(encoded("wav", A), b"data", 4, bytes(4)), b"RIFF", 4,
                                   bytes(4))),
     "wav of a pipe": ("wav", A, lambda: patched(encoded("wav", A), b"data", 4, b"\xff" * 4)),
+    "wav of a header of a part": (
+        "wav", A, lambda: patched(encoded("wav", A), b"data", 4, struct.pack("<I", 32_000))),
+    "rf64 of a recorder that died": (
+        "rf64", A, lambda: patched(encoded("rf64", A), b"ds64", 16, bytes(8))),
+    "wav with tags": ("wav", A, lambda: ID3 + encoded("wav", A) + ID3V1),
+    "ogg with a tag": ("ogg", A, lambda: ID3 + encoded("ogg", A)),
     "wav with a list behind": ("wav", A, lambda: encoded("wav", A) + b"LIST\4\0\0\0abcd"),
     "aiff of a recorder that died": (
         "aiff", A, lambda: patched(patched(encoded("aiff", A), b"SSND", 4, bytes(4)), b"COMM", 10,
@@ -180,7 +186,6 @@ def test_a_file_that_was_cut_short_is_never_taken_for_whole(tmp_path: Path, suff
 @pytest.mark.parametrize(
     ("suffix", "marker", "offset", "value"),
     [
-        ("wav", b"data", 4, struct.pack("<I", 2 * RATE)),
         ("aiff", b"SSND", 4, struct.pack(">I", 2 * RATE + 8)),
         ("au", b".snd", 8, struct.pack(">I", 2 * RATE)),
         ("caf", b"data", 4, struct.pack(">q", 2 * RATE + 4)),
@@ -194,6 +199,27 @@ def test_bytes_that_no_header_knows_are_named(
     path.write_bytes(patched(encoded(suffix, B), marker, offset, value))
     with pytest.raises(AudioError, match=r"the header says 1\.000 s, but \d+ bytes follow"):
         read_header(path)
+
+
+@pytest.mark.parametrize("name", ["another file", "text", "half a sample", "adpcm", "tagged"])
+def test_bytes_behind_wav_that_are_no_samples_are_not_read(tmp_path: Path, name: str) -> None:
+    content = encoded("wav", A)
+    match name:
+        case "another file":
+            content += mp3(B)[: len(mp3(B)) // 2 * 2]
+        case "text":
+            content += b"<p>error</p>" * 1000
+        case "half a sample":
+            content = patched(content, b"data", 4, struct.pack("<I", RATE)) + b"x"
+        case "adpcm":
+            file = io.BytesIO()
+            soundfile.write(file, sound(A), RATE, format="WAV", subtype="IMA_ADPCM")
+            content = patched(file.getvalue(), b"data", 4, struct.pack("<I", 2560))
+        case "tagged":  # and cut short
+            content = ID3 + content[: len(content) // 2]
+    (tmp_path / "a.wav").write_bytes(content)
+    with pytest.raises(AudioError, match=r"bytes follow, perhaps|cut short: 1\.\d+ s of 2\.000 s"):
+        read_header(tmp_path / "a.wav")
 
 
 @pytest.mark.parametrize("suffix", [*LOSSLESS, *LOSSY])
@@ -236,10 +262,13 @@ def test_nothing_is_written_to_the_terminal(tmp_path: Path, capfd) -> None:
         "a.mp3": mp3(B)[:-3000],
         "b.mp3": with_xing_of(mp3(A), 20) + mp3(B),
         "c.mp3": mp3(A) + bytes(30_000) + ID3V1,
+        "d.mp3": b"<!DOCTYPE html>" * 200,
+        "e.mp3": b"",
     }.items():
         (tmp_path / name).write_bytes(content)
         with suppress(AudioError):
             read_header(tmp_path / name)
         for offset in (0.0, 0.6, 1.4):
-            read_audio(tmp_path / name, offset=offset, duration=0.5)
+            with suppress(AudioError):
+                read_audio(tmp_path / name, offset=offset, duration=0.5)
     assert capfd.readouterr().err == ""

@@ -189,7 +189,7 @@ class AudioFile:
             )
         known = self._size - layout.following
         # In some containers libsndfile goes on to the end of the file.
-        is_read = self.frames * self.channels * _WIDTHS.get(self.subtype, 1) > known
+        is_read = self.frames * self.channels * _WIDTHS.get(self.subtype, 0) > known
         if layout.following * there > self.tolerance * known and not is_read:
             raise AudioError(
                 AudioProblem.DURATION,
@@ -211,7 +211,10 @@ class AudioFile:
         self.close()
 
 
-_WIDTHS = {"PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8}  # bytes
+_WIDTHS = {
+    **dict.fromkeys(("PCM_S8", "PCM_U8", "ALAW", "ULAW"), 1),
+    **{"PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8},
+}  # bytes of a sample
 _LOSSY = {"MP3", "OGG", "MPEG"}
 _MAX_PARTS = 64  # each has a decoder of about 170 KB
 _MPEG_DECODER_DELAY = 529  # samples that libsndfile leaves out at the beginning

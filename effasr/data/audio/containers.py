@@ -15,10 +15,12 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import BinaryIO, TypeAlias
+
+import numpy as np
 
 # A range of the file, or bytes that stand in the place of some of it.
 Piece: TypeAlias = "range | bytes"
@@ -182,9 +184,9 @@ def _examine(data: Bytes, *, thorough: bool) -> Layout:
         return _ogg(data, start)
     if head.startswith(b"fLaC"):
         return _flac(data, start, thorough=thorough)
+    if head[:4] in (b"RIFF", b"RF64", b"BW64") and head[8:12] == b"WAVE":
+        return _wave(data) if start == 0 else _behind(data, start, _wave)
     if start == 0:
-        if head[:4] in (b"RIFF", b"RF64", b"BW64") and head[8:12] == b"WAVE":
-            return _wave(data)
         if head[:16] == _W64_RIFF and head[24:40] == _W64_WAVE:
             return _w64(data)
         if head.startswith(b"FORM") and head[8:12] in (b"AIFF", b"AIFC"):
@@ -250,14 +252,20 @@ def _is_chunk(data: Bytes, start: int) -> bool:
 
 def _wave(data: Bytes) -> Layout:
     large: int | None = None  # RF64 has the size of the audio in a chunk before it
+    large_at = 0
+    coding = b""
     for name, start, length in _chunks(data, 12, "<"):
+        if name == b"fmt ":
+            coding = data.at(start, min(length, 40))
         if name == b"ds64":
-            large = struct.unpack("<Q", data.at(start + 8, 8))[0]
+            large, large_at = struct.unpack("<Q", data.at(start + 8, 8))[0], start + 8
         if name != b"data":
             continue
         end = start + length + length % 2
         if large is not None and length >= _UNKNOWN_SIZE:
-            return _claimed(data, start, large, unknown=large == 0, to_end=())
+            size = struct.pack("<Q", data.size - start)
+            unknown = large >= 1 << 62
+            return _claimed(data, start, large, unknown=unknown, to_end=((large_at, size),))
         if length < _UNKNOWN_SIZE and data.at(end, 4) == b"RIFF" and data.at(end + 8, 4) == b"WAVE":
             return _joined(data, end, _wave)
         if length == 0 and start < data.size and _is_chunk(data, start):
@@ -266,23 +274,59 @@ def _wave(data: Bytes) -> Layout:
         fields = ((4, min(data.size - 8, 0xFFFF_FFFE)), (start - 4, size))
         to_end = tuple((offset, struct.pack("<I", value)) for offset, value in fields)
         layout = _claimed(data, start, length, unknown=length >= _UNKNOWN_SIZE, to_end=to_end)
-        return Layout() if layout.following and _is_chunk(data, end) else layout
+        if layout.following and (_is_chunk(data, end) or _tag_length(data, end)):
+            return Layout()
+        if layout.following and _goes_on(data, start + length, coding, length):
+            return Layout((_patched(data.size, to_end),))
+        return layout
     return Layout()
+
+
+def _goes_on(data: Bytes, start: int, coding: bytes, length: int) -> bool:
+    """Return whether PCM goes on behind its end, as a recorder leaves it that dies.
+
+    Such a recorder brings the header up to date now and then. Whole samples follow, up to the end
+    of the file; those of something else, such as another file, would be as loud as white noise.
+    """
+    tag, _, _, rate, frame, bits = struct.unpack("<HHIIHH", coding[:16])
+    if tag == 0xFFFE:  # the subformat follows
+        tag = int.from_bytes(coding[24:26], "little")
+    width = bits // 8
+    if tag != 1 or width not in (2, 3, 4) or frame == 0:
+        return False
+    following = data.size - start
+    # Fewer bytes than those of a tenth of a second are padding.
+    if length % frame or following % frame or following <= 0.1 * rate:
+        return False
+    for at in (start, max(start, data.size - _BLOCK // frame * frame)):
+        content = data.at(at, min(_BLOCK // frame * frame, data.size - at))
+        highest = np.frombuffer(content, np.int8)[width - 1 :: width]
+        if np.mean(np.square(highest, dtype=np.float32)) > (128 * _LOUDEST_SPEECH) ** 2:
+            return False
+    return True
+
+
+_LOUDEST_SPEECH = 0.4  # of full scale: white noise has 0.58, text in ASCII more
 
 
 def _joined(data: Bytes, second: int, walk: Callable[[Bytes], Layout]) -> Layout:
     """Return the layout of a file that ends at ``second``, where another one of the kind begins."""
-    remainder = _Shifted(data, second)
+    layout = _behind(data, second, walk)
+    return replace(layout, parts=((range(second),), *layout.parts))
+
+
+def _behind(data: Bytes, start: int, walk: Callable[[Bytes], Layout]) -> Layout:
+    """Return the layout of a file that begins at an offset of another."""
+    remainder = _Shifted(data, start)
     layout = walk(remainder)
-    parts = layout.parts or ((range(0, remainder.size),),)
-    shifted = tuple(
+    parts = tuple(
         tuple(
-            piece if isinstance(piece, bytes) else range(piece.start + second, piece.stop + second)
+            piece if isinstance(piece, bytes) else range(piece.start + start, piece.stop + start)
             for piece in part
         )
-        for part in parts
+        for part in layout.parts or ((range(remainder.size),),)
     )
-    return Layout(((range(0, second),), *shifted), layout.missing, 0.0, layout.following)
+    return replace(layout, parts=parts)
 
 
 class _Shifted(Bytes):
@@ -476,7 +520,7 @@ def _ogg(data: Bytes, start: int) -> Layout:
             links.append(position)
         is_first, is_last, last_page = bool(flags & 2), bool(flags & 4), position
         position, last_end = end, end
-    if not links or (len(links) == 1 and is_last and not is_cut):
+    if not links or (len(links) == 1 and is_last and not is_cut and not start):
         return Layout()
     ends = [*links[1:], last_end]
     parts: list[tuple[Piece, ...]] = [(range(a, b),) for a, b in zip(links, ends, strict=True)]
@@ -601,7 +645,7 @@ def _mpeg(data: Bytes, start: int) -> Layout:
         in_sync = bool(starts) and starts[-1] + lengths[-1] == position
         if frame is None or not (in_sync or _is_followed(data, position, frame)):
             if first is None and position - start > 1 << 16:
-                return Layout()
+                return Layout(((range(start, data.size),),))
             length = _tag_length(data, position)
             position = position + length if length else _next_sync(data, position + 1)
             continue
@@ -618,8 +662,12 @@ def _mpeg(data: Bytes, start: int) -> Layout:
             starts.append(position)
             lengths.append(frame.length)
         position += frame.length
+    if first is None or not starts:
+        # By a view, libsndfile does not know the name: of no file that is called .mp3 it believes
+        # that it is one, and mpg123 would write to the terminal about what it is not.
+        return Layout(((range(start, data.size),),))
     # Only layer III has a header for the length, but files of the others have a constant bit rate.
-    if first is None or not starts or first.layer != 3:
+    if first.layer != 3:
         return Layout()
     count, size = len(starts), sum(lengths)
     missing = max(0, (stated or 0) - count - 1) * first.samples / first.rate
