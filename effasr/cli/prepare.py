@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from effasr.cli.options import (
     MANIFEST_HELP,
@@ -54,6 +54,19 @@ def add(command: AddCommand) -> None:
         "training",
     )
     parser.add_argument(
+        "--channel",
+        type=channel,
+        metavar="C",
+        help="channel of utterances for which SOURCE names none: a number from 0, A or B, or "
+        "loudest, the strongest of each (default: the mean of all)",
+    )
+    parser.add_argument(
+        "--convert",
+        action="store_true",
+        help="let ffmpeg write FLAC copies below OUT of files that training cannot read, such as "
+        "M4A and WebM",
+    )
+    parser.add_argument(
         "--clean",
         type=clean,
         metavar="LIST",
@@ -74,6 +87,17 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="files read at a time (default: 4)",
     )
+
+
+def channel(text: str) -> int | Literal["loudest"]:
+    if text.lower() == "loudest":
+        return "loudest"
+    number = {"A": 0, "B": 1}.get(text.upper(), int(text) if text.isdecimal() else -1)
+    if number < 0:
+        raise argparse.ArgumentTypeError(
+            f"must be a number from 0, A, B or loudest, but is {text!r}"
+        )
+    return number
 
 
 def clean(text: str) -> Clean:
@@ -112,6 +136,8 @@ def run(options: argparse.Namespace) -> int:
             note=survey.add_cut,
             fidelity=fidelity,
             clean=options.clean,
+            channel=options.channel,
+            convert=options.convert,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):
@@ -120,6 +146,10 @@ def run(options: argparse.Namespace) -> int:
     print_line(f"dropped {report.dropped.utterances} utterances, each listed in {listed}")
     for reason, share in sorted(report.by_reason.items()):
         print_line(f"  {reason:28} {share.utterances:8} {share.hours:10.2f} h")
+    if report.unread_fields:
+        fields = [f"{name!a} ({count})" for name, count in report.unread_fields.items()]
+        more = f" and {len(fields) - 10} more" if len(fields) > 10 else ""
+        print_folded(f"fields that are not read, with their lines: {', '.join(fields[:10])}{more}")
     if report.conflicting_texts:
         print_folded(
             f"warning: {report.conflicting_texts} lines have another text than an earlier line has "

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import soundfile
 
+from effasr.data.audio import ffmpeg
 from effasr.data.audio.waveform import AudioError
-from effasr.transcription.inputs import ffmpeg
 from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
 from effasr.transcription.results import Failure, Transcription
 from effasr.transcription.transcribe import Waveform, transcribe

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lhotse.cut import Cut
 
 _FRAME, _PARTS = SAMPLE_RATE // 50, 8  # 20 ms
+_STEP = 50 * _FRAME
 # Speech recorded at 16 bits is unusable below: dither is at -90 dB of full scale.
 _SILENCE_DB = -75.0
 _LEAST_FRAMES = 4  # a syllable
@@ -30,7 +31,12 @@ def check_content(cut: Cut) -> None:
         _check_channels(cut.id, part, audio)
     if not audio.any():
         raise AudioError(AudioProblem.SILENT, f"{cut.id}: every sample is zero.")
-    if np.count_nonzero(frame_levels(audio) > _SILENCE_DB) < _LEAST_FRAMES:
+    loud = 0
+    for begin in range(0, len(audio), _STEP):  # speech is loud in the first of them
+        loud += np.count_nonzero(frame_levels(audio[begin : begin + _STEP]) > _SILENCE_DB)
+        if loud >= _LEAST_FRAMES:
+            break
+    else:
         raise AudioError(
             AudioProblem.SILENT,
             f"{cut.id}: silent: less than {_LEAST_FRAMES * 20} ms are above {_SILENCE_DB:g} dB of "
@@ -47,9 +53,14 @@ def frame_levels(audio: np.ndarray) -> np.ndarray:
     return 10 * np.log10(np.median(powers, axis=1) + 1e-20)
 
 
+def channel_powers(part: AudioSegment) -> list[float]:
+    """Return the power of each channel of a segment."""
+    return [_power(load_audio(replace(part, channels=(channel,)))) for channel in part.channels]
+
+
 def _check_channels(name: str, part: AudioSegment, mean: np.ndarray) -> None:
     """Check that the mean of the channels, which is trained on, is not far weaker than each."""
-    powers = [_power(load_audio(replace(part, channels=(channel,)))) for channel in part.channels]
+    powers = channel_powers(part)
     loudest = int(np.argmax(powers))
     other_items = [power for number, power in enumerate(powers) if number != loudest]
     # Of one channel that is silent the mean is 6 dB lower, of uncorrelated ones 3 dB.
@@ -59,7 +70,8 @@ def _check_channels(name: str, part: AudioSegment, mean: np.ndarray) -> None:
         raise AudioError(
             AudioProblem.ANTIPHASE,
             f"{name}: the channels are in antiphase, so their mean is nearly silent: name one of "
-            f"them, such as `channel` {part.channels[loudest]} in the manifest.",
+            f"them, such as `channel` {part.channels[loudest]} in the manifest, or let `effasr "
+            "prepare --channel loudest` choose.",
         )
 
 

@@ -64,7 +64,7 @@ def all_files(folder: Path) -> list[Path]:
 def _from_lines(path: Path, options: ReadOptions) -> Iterator[Utterance]:
     for number, line in numbered_lines(path, "surrogateescape"):
         try:
-            yield nemo.parse(ManifestRow.parse(line, path, number), options)
+            yield nemo.FORMAT.parse(ManifestRow.parse(line, path, number), options)
         except ValueError as error:
             yield RejectedRow(f"{path.name}:{number}", f"{path}:{number}", str(error))
 

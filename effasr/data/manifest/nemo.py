@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from effasr.data.manifest.row import AUDIO, IDS, SPEAKER, TEXT, ManifestRow
+from effasr.data.manifest.row import AUDIO, IDS, READ, SPEAKER, TEXT, ManifestRow
 from effasr.data.manifest.utterance import FileUtterance, LineFormat, ReadOptions
 
 
@@ -34,4 +34,10 @@ def parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
     )
 
 
-FORMAT = LineFormat(_detect, parse)
+def _parse_line(row: ManifestRow, options: ReadOptions) -> FileUtterance:
+    if options.unread is not None:
+        options.unread.update(row.values.keys() - READ)
+    return parse(row, options)
+
+
+FORMAT = LineFormat(_detect, _parse_line)

@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+import logging
 import os
 import sys
+import threading
+import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TypeVar
+from typing import IO, Any, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
+from lhotse import MonoCut, MultiCut
 from lhotse.cut import Cut
+from lhotse.cut.data import DataCut
+from lhotse.utils import fastcopy
 
 from effasr.data.atomic_files import atomic_file, naming_errors, write_atomically
-from effasr.data.audio.content import check_content
-from effasr.data.audio.waveform import AudioError, AudioProblem, AudioSegment
+from effasr.data.audio.audio_file import UnknownFormat
+from effasr.data.audio.content import channel_powers, check_content
+from effasr.data.audio.ffmpeg import write_flac
+from effasr.data.audio.waveform import (
+    AudioError,
+    AudioHeader,
+    AudioProblem,
+    AudioSegment,
+    TarMember,
+    audio_path,
+    read_header,
+)
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.rules import (
     Dropped,
@@ -38,13 +55,23 @@ from effasr.data.locks import writing_alone
 from effasr.data.manifest.clean import Clean
 from effasr.data.manifest.cuts import CUTS_FILE, prompt_of
 from effasr.data.manifest.reader import named
-from effasr.data.manifest.utterance import Utterance
+from effasr.data.manifest.utterance import (
+    CutUtterance,
+    FileUtterance,
+    RejectedRow,
+    Utterance,
+    existing,
+)
 from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
 from effasr.data.tokenizer.fidelity import TextFidelity
 from effasr.untrusted.display import utf8
 
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
+
+Channel: TypeAlias = "int | Literal['loudest']"
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -77,6 +104,7 @@ class PrepareReport:
     unknown_characters: dict[str, int] = field(default_factory=dict)  # the commonest
     conflicting_texts: int = 0  # lines with another text than an earlier one of the same span
     changed_texts: int = 0  # that come back otherwise from the tokenizer
+    unread_fields: dict[str, int] = field(default_factory=dict)  # lines by field, the commonest
 
 
 def prepare(
@@ -93,6 +121,8 @@ def prepare(
     note: Callable[[Cut, list[int] | None], None] | None = None,
     fidelity: TextFidelity | None = None,
     clean: Clean | None = None,
+    channel: Channel | None = None,
+    convert: bool = False,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -112,6 +142,10 @@ def prepare(
     damage inside a file goes unseen. ``note`` is called in the order of the source with each
     utterance that passes the checks, and the tokens of its text; outliers, which are known at the
     end, are among them. So are they among the texts that ``fidelity`` counts.
+
+    ``channel`` is that of utterances of which the source names none, in place of the mean. With
+    ``convert``, ffmpeg reads what soundfile cannot, into FLAC files below OUT/audio. A call that
+    was interrupted is continued by the same call: what it measured is in OUT until the end.
     """
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
@@ -119,11 +153,17 @@ def prepare(
     if limits is None:
         ctc = not isinstance(tokenizer, WhisperTokenizer)
         limits = Limits(ctc=ctc, framing=framing)
-    utterances, report = named(source, language=language), PrepareReport(str(source))
-    with _made(folder), TemporaryFile(dir=folder) as file:
+    unread: Counter[str] = Counter()
+    utterances = named(source, language=language, unread=unread)
+    report = PrepareReport(str(source))
+    with (
+        _made(folder),
+        TemporaryFile(dir=folder) as file,
+        _Audio(folder, channel, convert) as audio,
+    ):
         selected = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
-        checked = partial(_check, tokenizer, limits, decode, clean)
+        checked = partial(_check, tokenizer, limits, decode, clean, audio)
         texts: dict[int, int] = {}  # hashes of texts by those of spans
         outcomes = _in_order(checked, utterances, jobs or os.cpu_count() or 1)
         for position, outcome in enumerate(outcomes):
@@ -144,6 +184,7 @@ def prepare(
         if fidelity is not None:
             report.unknown_characters = dict(fidelity.characters.most_common(100))
             report.changed_texts = fidelity.changed
+        report.unread_fields = dict(unread.most_common(100))
         return _write(folder, report, selected, dropped, has_tokens=tokenizer is not None)
 
 
@@ -189,22 +230,24 @@ def _check(
     limits: Limits,
     decode: bool,
     clean: Clean | None,
+    audio: _Audio,
     named_utterance: tuple[str, Utterance],
 ) -> _Usable | Dropped:
     """Check an utterance; run in a thread, as decoding leaves the interpreter free."""
     name, utterance = named_utterance
     duration = None
     try:
-        cut = utterance.cut(name)
+        cut = audio.cut(name, utterance)
         duration = cut.duration
         if clean is not None:
             cut.supervisions[0].text = clean(text_of(cut))
         tokens = check(cut, limits, tokenizer)
         if decode:
-            check_content(cut)
+            audio.check(cut)
     except (AudioError, RejectedUtterance) as error:
         reason = error.problem if isinstance(error, AudioError) else error.reason
-        return Dropped(name, reason, str(error), utterance.audio, duration)
+        details = f"{error} {_CONVERT}" if isinstance(error, UnknownFormat) else str(error)
+        return Dropped(name, reason, details, utterance.audio, duration)
     try:
         line = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -221,6 +264,160 @@ def _check(
         len(text_of(cut)) if tokens is None else len(tokens.text),
         0 if tokens is None else tokens.unknown,
     )
+
+
+_MEASURES = 1  # changes when other values are measured
+_CONVERT = "`effasr prepare --convert` writes a copy of what ffmpeg reads."
+
+
+class _Audio:
+    """Measures audio files, and keeps what it measured until all of a source is done.
+
+    OUT/.measured.jsonl has a line for each header and each part that was decoded, by a hash of the
+    file's path, size and time: an interrupted `prepare` goes on where it was.
+    """
+
+    def __init__(self, folder: Path, channel: Channel | None, convert: bool) -> None:
+        self._copies, self._channel, self._converts = folder / "audio", channel, convert
+        self._locks: dict[str, threading.Lock] = {}
+        self._path = folder / ".measured.jsonl"
+        self._known: dict[str, list[Any]] = {}
+        self._flushed = 0.0
+        if self._path.exists():
+            for line in self._path.read_bytes().splitlines():
+                with suppress(ValueError):  # the last line may be half written
+                    key, value = json.loads(line)
+                    self._known[key] = value
+            log.warning(
+                "%s: goes on after an interruption; %d measurements are used.",
+                *(folder, len(self._known)),
+            )
+        self._file = self._path.open("ab")
+        self._file.write(b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_empty = self._file.tell() <= 1
+        self._file.close()
+        if kind is None or is_empty:
+            self._path.unlink()
+
+    def cut(self, name: str, utterance: Utterance) -> Cut:
+        """Return the cut of an utterance, of the channel that is wanted."""
+        is_open = isinstance(utterance, FileUtterance) and utterance.channel is None
+        if is_open and isinstance(self._channel, int):
+            utterance = replace(utterance, channel=self._channel)
+        if self._converts:
+            utterance = self._converted(utterance)
+        cut = utterance.cut(name, self._header)
+        return cut if self._channel is None else self._with_channel(cut)
+
+    def check(self, cut: Cut) -> None:
+        """Decode a cut, and check its content."""
+        part = AudioSegment.of(cut)
+        self._measured(part and part.path, (cut.id, part), lambda: check_content(cut))
+
+    def _header(self, path: str) -> AudioHeader:
+        values = self._measured(path, ("header",), lambda: astuple(read_header(path)))
+        return AudioHeader(*values)
+
+    def _with_channel(self, cut: Cut) -> Cut:
+        """Return a cut of several channels as one of them; else its source names the channel."""
+        part = AudioSegment.of(cut)
+        if not isinstance(cut, MultiCut) or part is None or len(part.channels) < 2:
+            return cut
+        channels = list(cut.channel)
+        if self._channel == "loudest":
+            powers = self._measured(part.path, (part,), lambda: channel_powers(part))
+            channel = channels[int(np.argmax(powers))]
+        elif self._channel in channels:
+            channel = self._channel
+        else:
+            raise AudioError(
+                AudioProblem.UNREADABLE,
+                f"{part.path}: channel {self._channel} is wanted, but the cut has {channels}: "
+                "name another one by `--channel`.",
+            )
+        return MonoCut(
+            *(cut.id, cut.start, cut.duration, channel),
+            supervisions=[fastcopy(each, channel=channel) for each in cut.supervisions],
+            recording=cut.recording,
+            custom=cut.custom,
+        )
+
+    def _converted(self, utterance: Utterance) -> Utterance:
+        """Return an utterance of a copy, where only ffmpeg might read its file."""
+        cut = utterance.value if isinstance(utterance, CutUtterance) else None
+        path = existing(utterance.audio) if cut is None else audio_path(cut)
+        if path is None or isinstance(utterance, RejectedRow):
+            return utterance
+        try:
+            self._header(path)
+        except UnknownFormat as error:
+            copy = self._copy(path, str(error))
+        except AudioError:  # the cut says so
+            return utterance
+        else:
+            return utterance
+        if isinstance(utterance, FileUtterance):
+            return replace(utterance, audio=copy, is_lossy=True)
+        header = self._header(copy)
+        assert isinstance(cut, DataCut)
+        assert cut.recording is not None
+        recording = fastcopy(
+            cut.recording,
+            sources=[fastcopy(cut.recording.sources[0], source=copy)],
+            sampling_rate=header.sample_rate,
+            num_samples=header.num_samples,
+            duration=header.duration,
+        )
+        return replace(utterance, value=fastcopy(cut, recording=recording), audio=copy)
+
+    def _copy(self, path: str, reason: str) -> str:
+        """Return a copy that ffmpeg makes of a file."""
+        status = os.stat(path)
+        key = _hash(path, status.st_size, status.st_mtime_ns)
+        target = self._copies / f"{Path(path).stem[:60]}-{key[:8]}.flac"
+        with self._locks.setdefault(path, threading.Lock()):  # several parts of a recording
+            if not target.exists():
+                self._copies.mkdir(exist_ok=True)
+                write_flac(path, target, reason)
+        return str(target.absolute())
+
+    def _measured(
+        self, path: str | TarMember | None, kind: tuple[object, ...], measure: Callable[[], Any]
+    ) -> Any:
+        """Return what is known of a file, or measure it; errors are kept as well."""
+        try:
+            status = os.stat(path.tar if isinstance(path, TarMember) else path or "")
+        except OSError:  # in memory, or missing
+            return measure()
+        key = _hash(path, status.st_size, status.st_mtime_ns, *kind)
+        if (known := self._known.get(key)) is not None:
+            if known[0] is not None:
+                raise AudioError(AudioProblem(known[0]), known[1])
+            return known[1]
+        value, problem = None, None
+        try:
+            value = measure()
+            record = [None, value]
+        except UnknownFormat:
+            raise
+        except AudioError as error:
+            problem, record = error, [error.problem, str(error)]
+        self._file.write(json.dumps([key, record]).encode() + b"\n")
+        if (now := time.monotonic()) > self._flushed + 1.0:
+            self._flushed = now
+            self._file.flush()
+        if problem is not None:
+            raise problem
+        return value
+
+
+def _hash(*values: object) -> str:
+    return hashlib.blake2b(repr((_MEASURES, *values)).encode(), digest_size=12).hexdigest()
 
 
 class _Kept:

@@ -5,6 +5,7 @@ A format of lines is added to `LINES`, a format of folders to `FOLDERS`; nothing
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -69,7 +70,11 @@ def iterate(
 
 
 def named(
-    path: str | Path, *, language: str = "en", untranscribed: bool = False
+    path: str | Path,
+    *,
+    language: str = "en",
+    untranscribed: bool = False,
+    unread: Counter[str] | None = None,
 ) -> Iterator[tuple[str, Utterance]]:
     """Yield the utterances of a manifest, each with a unique name; no audio file is opened.
 
@@ -77,7 +82,7 @@ def named(
     ``-3`` ... in the order of the source where it is taken.
     """
     names = UniqueNames()
-    for utterance in _utterances(Path(path), ReadOptions(language, untranscribed)):
+    for utterance in _utterances(Path(path), ReadOptions(language, untranscribed, unread)):
         name = names.claim(utterance)
         yield name, checked(name, utterance)
 

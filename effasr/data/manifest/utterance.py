@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,12 @@ class FileUtterance:
     duration: float | None = None  # seconds; None up to the end of the file
     channel: int | None = None  # from 0; None for the mean of all
     speaker: str | None = None
+    is_lossy: bool = False  # whether the file is a copy of one in a lossy format
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str, header_of: Callable[[str], AudioHeader] = read_header) -> Cut:
         """Return the utterance as a lhotse cut; the file's header is read."""
         audio = existing(self.audio)
-        header = read_header(audio)
+        header = header_of(audio)
         start, duration = self._start_and_duration(header)
         channels = list(range(header.channels))
         channel: int | list[int] = channels if header.channels > 1 else 0
@@ -51,7 +53,7 @@ class FileUtterance:
                 raise AudioError(
                     AudioProblem.UNREADABLE,
                     f"{self.audio}: `channel` is {channel}, but the file has {header.channels}, "
-                    "counted from 0.",
+                    "counted from 0: name another one, or none.",
                 )
         recording = Recording(
             id=name,
@@ -94,7 +96,7 @@ class FileUtterance:
                 f"{header.duration:g} s.",
             )
         # Segments of aligners end a little behind the file; a whole file may differ either way.
-        least, most = header.tolerance, header.tolerance
+        least = most = LOSSY_TOLERANCE if self.is_lossy else header.tolerance
         if self.offset is not None:
             least, most = DURATION_TOLERANCE, LOSSY_TOLERANCE
         if self.duration is None or -least <= self.duration - remaining <= most:
@@ -119,7 +121,7 @@ class RejectedRow:
     audio: str = ""
     named: bool = False
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str, header_of: Callable[[str], AudioHeader] = read_header) -> Cut:
         raise AudioError(AudioProblem.ROW, self.reason)
 
 
@@ -136,7 +138,7 @@ class CutUtterance:
     def id(self) -> str:
         return self.value.id
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str, header_of: Callable[[str], AudioHeader] = read_header) -> Cut:
         return self.value if self.value.id == name else self.value.with_id(name)
 
 
@@ -150,6 +152,7 @@ class ReadOptions:
 
     language: str = "en"  # of utterances that name none
     untranscribed: bool = False  # whether an utterance may lack a text; it gets an empty one
+    unread: Counter[str] | None = None  # counts the fields of JSON lines that are not read
 
 
 @dataclass(frozen=True, slots=True)

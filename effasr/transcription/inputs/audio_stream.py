@@ -11,6 +11,7 @@ import numpy as np
 import soxr
 
 from effasr.data.audio.audio_file import AudioFile, UnknownFormat
+from effasr.data.audio.ffmpeg import ffmpeg_blocks
 from effasr.data.audio.waveform import (
     AudioError,
     AudioProblem,
@@ -19,7 +20,6 @@ from effasr.data.audio.waveform import (
     open_part,
     place,
 )
-from effasr.transcription.inputs.ffmpeg import ffmpeg_blocks
 
 _BLOCK_S = 10
 

@@ -1,0 +1,226 @@
+"""Audio of any file that ffmpeg reads, such as MP4, M4A and WebM: as a stream, or as FLAC."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+import numpy as np
+import soundfile
+
+from effasr.data.atomic_files import atomic_file
+from effasr.data.audio.audio_file import (
+    LOSSY_TOLERANCE,
+    SAMPLES_PER_BYTE,
+    AudioError,
+    AudioProblem,
+    regular_file_size,
+)
+
+PATIENCE_S = 60.0  # seconds within which ffmpeg must return a sample
+
+# Formats of ffmpeg that have their audio in the file itself. Others, such as playlists (hls, dash,
+# concat) and scripts (avisynth), name files that would be read, too.
+_FORMATS = (
+    "aac", "ac3", "aiff", "alaw", "amr", "amrnb", "amrwb", "ape", "asf", "au", "avi", "caf", "dsf",
+    "dts", "dtshd", "dv", "eac3", "flac", "flv", "g722", "g726", "gsm", "gxf", "ircam", "iff",
+    "loas", "matroska", "mlp", "mov", "mp3", "mpc", "mpc8", "mpeg", "mpegts", "mpegvideo", "mulaw",
+    "mxf", "nistsphere", "nut", "ogg", "oma", "qcp", "rm", "shn", "sox", "spdif", "swf", "tak",
+    "truehd", "tta", "voc", "w64", "wav", "webm", "wtv", "wv", "xwma",
+)  # fmt: skip
+
+# Address space that ffmpeg may take; it takes 0.2 GB, and more with shared libraries.
+_MEMORY_BYTES = 4 << 30
+
+_BLOCK_S = 10
+_BYTES = 4  # per float32 sample
+
+_WHO = re.compile(r"^\[[^\]]*\] ")  # prefix of ffmpeg's messages: a component and its address
+
+
+def ffmpeg_blocks(
+    path: str | Path,
+    sample_rate: int,  # sample rate of the result in Hz
+    reason: str,
+    offset: float = 0.0,
+    duration: float | None = None,
+) -> Generator[np.ndarray]:
+    """Decode the first audio track of a file to blocks of float32 (samples,), mono."""
+    size = regular_file_size(path)
+    # Seeking to 0 has an effect: it shifts some formats by the delay of their codec.
+    begin = ["-ss", _seconds(offset)] if offset else []
+    length = [] if duration is None else ["-t", _seconds(duration)]
+    command = [
+        *_reading(path, reason, "error", begin),
+        *length,
+        *("-ac", "1", "-ar", str(sample_rate), "-f", "f32le", "pipe:1"),
+    ]
+    return _blocks(command, str(path), _BLOCK_S * sample_rate * _BYTES, SAMPLES_PER_BYTE * size)
+
+
+def write_flac(path: str | Path, target: Path, reason: str) -> None:
+    """Write the first audio track of a file as FLAC of 16 bits, with all its channels.
+
+    Time is that of the container: what is missing before the audio, or in it, is silence. A file
+    that ffmpeg reads only in part is refused.
+    """
+    most = _MAX_CHANNELS * SAMPLES_PER_BYTE * regular_file_size(path)
+    command = [
+        *_reading(path, reason, "level+info", []),
+        *("-af", "aresample=async=1:first_pts=0", "-c:a", "pcm_s16be", "-f", "au", "pipe:1"),
+    ]
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile(dir=target.parent) as file:
+        with closing(_chunks(command, str(path), _BLOCK_S * 64_000, log)) as chunks:
+            for data in chunks:
+                file.write(data)
+                if file.tell() > most:
+                    raise AudioError(
+                        AudioProblem.UNREADABLE,
+                        f"{path}: ffmpeg gives more than {most} bytes, which it cannot hold.",
+                    )
+        log.seek(0)
+        words = log.read().decode("utf-8", "replace")
+        if (problem := _PROBLEM.search(words)) is not None:
+            raise AudioError(AudioProblem.UNREADABLE, f"{path}: ffmpeg: {problem[1][:200]}")
+        if not file.tell():
+            raise AudioError(AudioProblem.EMPTY, f"{path}: ffmpeg gives no samples.")
+        file.seek(0)
+        with soundfile.SoundFile(cast("BinaryIO", file)) as audio:
+            stated = None if _GUESSED.search(words) else _DURATION.search(words)
+            if stated is not None:
+                hours, minutes, seconds = map(float, stated.groups())
+                missing = 3600 * hours + 60 * minutes + seconds - audio.frames / audio.samplerate
+                if missing > LOSSY_TOLERANCE:
+                    raise AudioError(
+                        AudioProblem.DURATION,
+                        f"{path}: the file was cut short: {missing:.3f} s are missing.",
+                    )
+            shape = audio.samplerate, audio.channels, "PCM_16"
+            with (
+                atomic_file(target) as copy,
+                soundfile.SoundFile(cast("BinaryIO", copy), "w", *shape, format="FLAC") as flac,
+            ):
+                for block in audio.blocks(1 << 16, dtype="int16"):
+                    flac.write(block)
+
+
+_MAX_CHANNELS = 8  # of FLAC
+# Lines such as "[aac @ 0x5] [error] partial file", and warnings of packets that are not whole.
+_PROBLEM = re.compile(r"^.*\[(?:error|fatal|warning(?=\].*[Cc]orrupt))\] (.*)", re.MULTILINE)
+# Videos may be longer than their audio; of raw streams ffmpeg guesses how long they are.
+_GUESSED = re.compile(r"Video: |Estimating duration")
+_DURATION = re.compile(r"Duration: (\d+):(\d+):(\d+\.\d+)")
+
+
+def _reading(path: str | Path, reason: str, level: str, begin: list[str]) -> list[str]:
+    """Return the part of a command that reads the first audio track of a file."""
+    program = shutil.which("ffmpeg")
+    if program is None:
+        raise AudioError(
+            AudioProblem.UNREADABLE,
+            f"{reason} ffmpeg might read it, but is not on the PATH: install it.",
+        )
+    return [
+        # A decoder would have a thread for each core, and memory of its own in each.
+        *(program, "-nostdin", "-hide_banner", "-nostats", "-loglevel", level, "-threads", "1"),
+        *("-protocol_whitelist", "file", "-format_whitelist", ",".join(_FORMATS), *begin),
+        *("-i", f"file:{os.fspath(path)}", "-map", "0:a:0", "-vn", "-sn", "-dn"),
+    ]
+
+
+def _seconds(value: float) -> str:
+    """Return seconds as ffmpeg reads them: to a microsecond, and without an exponent."""
+    return f"{value:.6f}"
+
+
+def _blocks(command: list[str], name: str, size: int, most: int) -> Generator[np.ndarray]:
+    with tempfile.TemporaryFile() as log:
+        remaining = most
+        with closing(_chunks(command, name, size, log)) as chunks:
+            for data in chunks:
+                samples = np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
+                if not len(samples):
+                    continue
+                if not np.isfinite(samples).all():
+                    raise AudioError(
+                        AudioProblem.NOT_FINITE, f"{name}: a sample is NaN or infinite."
+                    )
+                remaining -= len(samples)
+                if remaining < 0:
+                    raise AudioError(
+                        AudioProblem.UNREADABLE,
+                        f"{name}: ffmpeg gives more than {most} samples, which the file cannot "
+                        "hold.",
+                    )
+                yield samples
+        if remaining == most:
+            raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, 0)}")
+
+
+def _chunks(command: list[str], name: str, size: int, log: IO[bytes]) -> Generator[bytes]:
+    """Yield what a program writes; it ends with the generator."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+    )
+    assert process.stdout is not None
+    _limit_memory(process.pid)
+    try:
+        while data := _read(process.stdout, size, name):
+            yield data
+        code = process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    if code:
+        raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, code)}")
+
+
+def _limit_memory(process: int) -> None:
+    if sys.platform != "linux":
+        return
+    now = resource.prlimit(process, resource.RLIMIT_AS)
+    limit = min(bound for bound in (_MEMORY_BYTES, *now) if bound != resource.RLIM_INFINITY)
+    resource.prlimit(process, resource.RLIMIT_AS, (limit, limit))
+
+
+def _read(pipe: IO[bytes], size: int, name: str) -> bytes:
+    """Read this many bytes, or all that are left."""
+    parts, missing = [], size
+    due = time.monotonic() + PATIENCE_S
+    while missing:
+        if not select.select([pipe], [], [], max(0.0, due - time.monotonic()))[0]:
+            raise AudioError(
+                AudioProblem.UNREADABLE, f"{name}: ffmpeg gave no audio for {PATIENCE_S:g} s."
+            )
+        data = os.read(pipe.fileno(), missing)
+        if not data:
+            break
+        parts.append(data)
+        missing -= len(data)
+        due = time.monotonic() + PATIENCE_S
+    return b"".join(parts)
+
+
+def _last_words(log: IO[bytes], code: int) -> str:
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size - 4096))
+    lines = log.read().decode("utf-8", "replace").split("\n")
+    messages = [line.strip() for line in lines if line.strip()]
+    if (problem := _PROBLEM.search("\n".join(messages))) is not None:
+        messages = [problem[1]]
+    if messages and "not on whitelist" in messages[0]:
+        return "not a format that has its audio in the file itself."
+    # The first line names the cause, the last only its consequence.
+    return _WHO.sub("", messages[0])[:200] if messages else f"no audio (exit code {code})."
