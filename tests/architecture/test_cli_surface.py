@@ -31,7 +31,8 @@ CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME
 SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",
-        "--subsampling {4,8}", "--max-duration SECONDS", "--clean LIST", "--max-unknown X",
+        "--subsampling {4,8}", "--max-duration SECONDS", "--channel C", "--convert",
+        "--clean LIST", "--max-unknown X",
         "--jobs N",
     ],
     "tokenizer": [
