@@ -161,7 +161,7 @@ def places(workplace, tmp_path) -> dict[str, str]:
     folder.mkdir()
     nemo.mkdir()
     files = {
-        "taken": "",
+        "taken.yaml": "",
         "empty.jsonl": "",
         "long.jsonl": '{"duration": 50, "num_tokens": 1}\n',
         "bad.jsonl": '{"duration": 1, "num_tokens": 1}\noops\n',
