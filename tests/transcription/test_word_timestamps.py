@@ -245,5 +245,5 @@ def test_each_recording_has_its_file(tmp_path, capsys) -> None:
 def test_what_would_be_mixed_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`--format srt` takes one recording, but there are 2"):
         ResultWriter("srt", None, files("a.wav", "b.wav"))
-    with pytest.raises(ValueError, match=r"x/a\.wav and of y/a\.wav would be 'a'"):
+    with pytest.raises(ValueError, match=r"x/a\.wav and of y/a\.wav would be 'a\.wav'"):
         ResultWriter("srt", tmp_path, files("x/a.wav", "y/a.wav"))
