@@ -13,7 +13,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,13 @@ class ConfigError(ValueError):
     """A recipe or an override that cannot be used; the message says where and what to do."""
 
 
+class UnknownField(ConfigError):
+    def __init__(self, where: str, key: str, fields: Iterable[str]) -> None:
+        self.where, self.key, self.near = where, key, _nearest(key, list(fields))
+        hint = self.near or f"the fields are {', '.join(fields)}."
+        super().__init__(f"`{where}` is an unknown field: {hint}")
+
+
 def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read a YAML file, or a recipe that comes with effasr, and apply overrides, ``path=value``.
 
@@ -40,10 +47,26 @@ def load(cls: type[T], recipe: str | Path, overrides: Sequence[str] = ()) -> T:
     to what it refers to.
     """
     mapping = _read(_find(recipe))
-    for override in overrides:
-        _apply(cls, mapping, override)
     inherited = getattr(cls, "inherited", None)
-    return from_mapping(cls, mapping if inherited is None else inherited(mapping))
+    try:
+        for override in overrides:
+            _apply(cls, mapping, override)
+        return from_mapping(cls, mapping if inherited is None else inherited(mapping))
+    except UnknownField as error:
+        ends = (f".{error.key}",) if error.near else (f".{error.key}", f"_{error.key}")
+        if others := dict.fromkeys(path for path in _paths(cls) if path.endswith(ends)):
+            raise ConfigError(
+                f"`{error.where}` is an unknown field: did you mean `{'` or `'.join(others)}`?"
+            ) from error
+        raise
+
+
+def _paths(cls: type, prefix: str = "") -> Iterator[str]:
+    """Yield the path of each field, but of those of sections in lists and mappings."""
+    for name, annotation in typing.get_type_hints(cls).items():
+        yield f"{prefix}{name}"
+        for section in _dataclasses(annotation):
+            yield from _paths(section, f"{prefix}{name}.")
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +96,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     for key, value in mapping.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            raise ConfigError(_unknown(where, str(key), fields))
+            raise UnknownField(where, str(key), fields)
         annotation = hints[key]
         if value is None and _is_optional_section(fields[key], annotation):
             continue
@@ -207,7 +230,7 @@ def _child(owner: Any, key: str, path: str) -> Any:
     else:
         hints = typing.get_type_hints(owner)
         if key not in hints:
-            raise ConfigError(_unknown(where, key, hints))
+            raise UnknownField(where, key, hints)
         annotation = hints[key]
     if _dataclasses(annotation):
         return annotation
@@ -324,11 +347,6 @@ def _describe(annotation: Any) -> str:
         return " or ".join(_describe(option) for option in options)
     names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
     return names.get(annotation, f"a mapping ({getattr(annotation, '__name__', annotation)})")
-
-
-def _unknown(where: str, key: str, fields: Mapping[str, Any]) -> str:
-    near = _nearest(key, list(fields)) or f"the fields are {', '.join(fields)}."
-    return f"`{where}` is an unknown field: {near}"
 
 
 def _nearest(word: str, words: Sequence[str]) -> str:

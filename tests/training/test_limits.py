@@ -75,6 +75,21 @@ def test_the_later_of_two_lengths_replaces_the_other(make_config):
         assert (loop.max_steps, loop.max_epochs) == expected
 
 
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("training.lr", "optimizer.lr"),
+        ("training.micro_batches", "data.micro_batches"),
+        ("epochs", "training.max_epochs"),
+        ("training.max_epoch", "max_epochs"),
+        ("data.num_workers", "workers"),
+    ],
+)
+def test_an_unknown_field_is_sought_in_other_sections(path, nearest):
+    with pytest.raises(ValueError, match=f"`{path}` is an .* field: did you mean .*`{nearest}`"):
+        configuration.load(TrainConfig, "small", [f"{path}=3"])
+
+
 def test_a_clock_tells_which_intervals_are_over_since_they_were_reset(make_config, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(IntervalClock, "now", staticmethod(lambda: now[0]))
