@@ -203,7 +203,8 @@ def check_effects(config: TrainConfig) -> None:
         for each in fields(section):
             value = getattr(section, each.name)
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            if name in ("*", each.name) and value != default:
+            # What is switched off has no effect anywhere, and recipes for many models say so.
+            if name in ("*", each.name) and value and value != default:
                 unused[f"{parent}.{each.name}={configuration.text_of(default)}"] = (
                     f"`{parent}.{each.name}` has no effect unless {rule}, but is "
                     f"{configuration.text_of(value)}"

@@ -232,7 +232,7 @@ def test_every_field_of_a_recipe_has_an_effect(name):
         ("data.buckets=30", "data.strategy=bucketed"),
         ("data.filters.max_tokens_per_second=30", ""),
         ("loss.guided_sigma=0.3", "loss.guided_weight=1"),
-        ("optimizer.exempt=[]", "optimizer.weight_decay=0.1"),
+        ("optimizer.exempt=[biases]", "optimizer.weight_decay=0.1"),
         ("optimizer.lr_reference_micro_batches=4", "optimizer.lr_scaling=sqrt"),
         ("schedule.steps=9", "schedule.name=cosine"),
         ("schedule.flat_fraction=0.5", "schedule.name=flat_cosine"),
@@ -262,6 +262,15 @@ def test_a_field_without_effect_is_refused_unless_it_has_its_default(tmp_path, o
     with pytest.raises(ValueError, match=f"`{path}` has no effect unless {needs.split('=')[0]} is"):
         check(override)
     check(override, needs)
+
+
+def test_what_is_switched_off_is_never_refused(tmp_path):
+    """As in a recipe that fine-tunes models with and without a decoder."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {decoder: null, ctc: true}\nloss: {label_smoothing: 0.0}\n")
+    check_effects(configuration.load(TrainConfig, recipe))
+    with pytest.raises(ValueError, match=r"`loss.label_smoothing` has no effect"):
+        check_effects(configuration.load(TrainConfig, recipe, ["loss.label_smoothing=0.2"]))
 
 
 def test_a_low_limit_of_open_files_is_raised_or_refused(monkeypatch):
