@@ -269,7 +269,7 @@ _MAX_LAYOUTS = 64  # an hour of MP3 has 2 MB of them
 
 
 def _layout(file: BinaryIO, status: os.stat_result | None, *, thorough: bool) -> Layout:
-    """Return the layout of a file; of long recordings that are read in parts, it is kept.
+    """Return the layout of a file; it is kept, as the audio is read after the header.
 
     Walking an hour of MP3 takes a third of a second, as long as a hundred utterances of it.
     """
@@ -279,7 +279,7 @@ def _layout(file: BinaryIO, status: os.stat_result | None, *, thorough: bool) ->
     layout = _layouts.get(key)
     if layout is None:
         layout = examine(file, thorough=thorough)
-        if layout.mpeg is not None or layout.parts:
+        if thorough or layout.mpeg is not None or layout.parts:
             _layouts[key] = layout
             while len(_layouts) > _MAX_LAYOUTS:
                 with suppress(KeyError):  # another thread may have removed it

@@ -105,7 +105,9 @@ class Bytes:
         begin = offset - self._start
         if begin < 0 or begin + count > len(self._block):
             self._file.seek(offset)
-            self._start, self._block = offset, self._file.read(max(count, 1 << 16))
+            # A first look at a header needs no more than a page.
+            least = 1 << 16 if self._block else 1 << 12
+            self._start, self._block = offset, self._file.read(max(count, least))
             begin = 0
         return self._block[begin : begin + count]
 

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -320,8 +320,12 @@ class _Audio:
         self._measured(part and part.path, (cut.id, part), lambda: check_content(cut))
 
     def _header(self, path: str) -> AudioHeader:
-        values = self._measured(path, ("header",), lambda: astuple(read_header(path)))
-        return AudioHeader(*values)
+        def read() -> list[float]:
+            header = read_header(path)
+            return [header.sample_rate, header.num_samples, header.channels, header.tolerance]
+
+        rate, samples, channels, tolerance = self._measured(path, ("header",), read)
+        return AudioHeader(rate, samples, channels, tolerance)
 
     def _with_channel(self, cut: Cut) -> Cut:
         """Return a cut of several channels as one of them; else its source names the channel."""
