@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from effasr.data.prompt import Prompt
     from effasr.decoding.config import DecodingConfig
     from effasr.transcription.inputs.sources import Source
+    from effasr.transcription.outputs.cues import CueLayout
     from effasr.transcription.outputs.writers import Style
     from effasr.transcription.results import Segment
 
@@ -94,6 +95,21 @@ def add(command: AddCommand) -> None:
     parser.add_argument("--json", action="store_true", help="the same as --format json")
     add_fields(parser, "words")
     parser.add_argument(
+        "--cues", action="store_true", help="with --json, also write the cues that subtitles have"
+    )
+    parser.add_argument(
+        "--line-width",
+        type=at_least(1),
+        metavar="N",
+        help="columns of a line of subtitles; full-width characters take two (default: 42)",
+    )
+    parser.add_argument(
+        "--lines", type=at_least(1), metavar="N", help="lines of a cue of subtitles (default: 2)"
+    )
+    parser.add_argument(
+        "--cue-seconds", type=seconds, metavar="S", help="longest cue of subtitles (default: 7)"
+    )
+    parser.add_argument(
         "--output",
         type=folder,
         metavar="FOLDER",
@@ -140,17 +156,20 @@ def run(options: argparse.Namespace) -> int:
 
     decoding = decoding_config(options)
     _check(options, decoding)
+    layout = _cue_layout(options)
+    if not decoding.words and decoding.second_lm is None and (layout or _style(options) == "ctm"):
+        decoding = replace(decoding, words=None)
     loaded, _ = load_checkpoints(options)
     source = options.language or loaded.prompt.source
     target = source if options.language else loaded.prompt.target
     task = "transcribe" if target == source else "translate"
     default = Prompt(source, target, task, loaded.prompt.punctuation)
     if options.stream:
-        return _stream(options, loaded, _with_options(default, options), decoding)
+        return _stream(options, loaded, _with_options(default, options), decoding, layout)
     # Deleted with the last reference to it.
     copy = NamedTemporaryFile(prefix="effasr-", suffix=".stdin")  # noqa: SIM115
     sources = _sources(options, default, copy)
-    writer = ResultWriter(_style(options), options.output, sources)
+    writer = ResultWriter(_style(options), options.output, sources, layout)
     if options.continued:
         every, sources = len(sources), writer.missing(sources)
         have = every - len(sources)
@@ -187,7 +206,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _stream(
-    options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    decoding: DecodingConfig,
+    layout: CueLayout | None,
 ) -> int:
     """Transcribe standard input, writing each segment as soon as it is known."""
     from effasr.data.prompt import WITHOUT_SPACES
@@ -220,7 +243,7 @@ def _stream(
                 f"contexts (model.encoder.context), but is {latency:g} s."
             )
         segments = transcribe_stream(recognizer, blocks, prompt, latency_seconds=latency)
-    missing, writer = _MissingTimestamps(), StreamWriter(_style(options), "stream")
+    missing, writer = _MissingTimestamps(), StreamWriter(_style(options), "stream", layout)
     for segment in segments:
         writer.write(segment)
         missing.add([segment])
@@ -241,6 +264,28 @@ def _is_online(loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig) ->
 
 def _style(options: argparse.Namespace) -> Style:
     return "json" if options.json else options.format
+
+
+def _cue_layout(options: argparse.Namespace) -> CueLayout | None:
+    """Return the size of cues, if any are to be written."""
+    from effasr.transcription.outputs.cues import CueLayout
+
+    names = "line_width", "lines", "cue_seconds"
+    sizes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    style = _style(options)
+    if options.cues and style != "json":
+        raise ValueError(
+            f"`--cues` must have `--json`, but the format is {style}: add `--json`, or write "
+            "`--format srt` or `--format vtt` alone."
+        )
+    if options.cues or style in ("srt", "vtt"):
+        return CueLayout(**sizes)
+    for name, value in sizes.items():
+        raise ValueError(
+            f"`--{name.replace('_', '-')}` must be left out without subtitles, but is {value:g}: "
+            "add `--format srt`, `--format vtt` or `--json --cues`."
+        )
+    return None
 
 
 class _MissingTimestamps:

@@ -92,7 +92,7 @@ class DecodingConfig:
             `source` of its training data (default: the only one). It is the one most like this
             search.
         words: Find when each word is said; needs a CTC head, except in a stream that is decoded
-            frame by frame.
+            frame by frame. None to do so only where it is possible, as subtitles do.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
         word_confidence: Also compute the confidence of each word, from the entropy of the model's
@@ -132,7 +132,7 @@ class DecodingConfig:
     corrector: Path | None = field(default=None, metadata={"metavar": "RUN"})
     corrector_margin: float | None = field(default=None, metadata={"metavar": "M"})
     corrector_source: str | None = field(default=None, metadata={"metavar": "NAME"})
-    words: bool = False
+    words: bool | None = False
     confidence: bool = False
     word_confidence: bool = field(default=False, metadata={"option": "confidence"})
     calibration: Path | None = None
@@ -212,7 +212,7 @@ class DecodingConfig:
         ):
             for name in names if getattr(self, reader) is not None else ():
                 rule = f"be false with `{reader}`, which may {replaces} another text"
-                check(not getattr(self, name), name, rule, True)
+                check(getattr(self, name) is False, name, rule, True)
 
     @property
     def effective_length_penalty(self) -> float:
@@ -221,6 +221,10 @@ class DecodingConfig:
     @property
     def effective_lm_weight(self) -> float:
         return LM_WEIGHT if self.lm_weight is None else self.lm_weight
+
+    @property
+    def wants_words(self) -> bool:
+        return self.words is not False
 
     @property
     def is_plain_greedy(self) -> bool:

@@ -64,7 +64,7 @@ def with_details(
         confidences = token_confidences(model, method, encoded, prompts, texts)
         pairs = zip(results, confidences, strict=True)
         results = [replace(result, confidences=values) for result, values in pairs]
-    if not config.words:
+    if not config.wants_words or not model.config.ctc:
         return results
     return [
         replace(result, spans=None if spans is None else tuple(spans))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import cache
 
 import jiwer
+
+from effasr.data.scripts import UNSPACED, UNSPACED_CHARACTER, split_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +44,7 @@ class ErrorCounts:
         return ("CER", self.cer) if 2 * self.unspaced > self.characters else ("WER", self.wer)
 
 
-# Thai, Lao, Tibetan, Burmese, Khmer, kana and Han.
-_UNSPACED = (
-    "\u0e00-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf"
-    "\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-)
-_CHARACTER = re.compile(f"[{_UNSPACED}]")
-_SPACE_BESIDE = re.compile(f"(?<=[{_UNSPACED}]) | (?=[{_UNSPACED}])")
-
-
-def split_words(text: str) -> list[str]:
-    """Return the units that word errors count, of a normalised text.
-
-    They are words between white space; in scripts without spaces, each letter with its marks.
-    """
-    if not _CHARACTER.search(text):
-        return text.split()
-    return [unit for word in text.split() for unit in _unit().findall(word)]
-
-
-@cache
-def _unit() -> re.Pattern[str]:
-    blocks = *range(0x0E00, 0x10A0), *range(0x1780, 0x1800), 0x3099, 0x309A
-    marks = "".join(chr(code) for code in blocks if unicodedata.category(chr(code))[0] == "M")
-    return re.compile(f"[^{_UNSPACED}]+|[{_UNSPACED}][{marks}]*")
+_SPACE_BESIDE = re.compile(f"(?<=[{UNSPACED}]) | (?=[{UNSPACED}])")
 
 
 def count_errors(reference: str, hypothesis: str) -> ErrorCounts:
@@ -92,7 +69,7 @@ def count_errors(reference: str, hypothesis: str) -> ErrorCounts:
         substitutions=words.substitutions,
         characters=len(reference),
         character_errors=characters.insertions + characters.deletions + characters.substitutions,
-        unspaced=len(_CHARACTER.findall(reference)),
+        unspaced=len(UNSPACED_CHARACTER.findall(reference)),
     )
 
 

@@ -94,7 +94,10 @@ class ContinuousBatches:
         self._most = _most_slots(config, self._device)
         # Whether results need the encoder output of their batch.
         self._needs_batch = (
-            config.words or config.confidence or config.word_confidence or config.nbest is not None
+            config.wants_words
+            or config.confidence
+            or config.word_confidence
+            or config.nbest is not None
         )
 
     def feed(

@@ -285,8 +285,10 @@ class Recognizer:
         return (piece.chunk.end - piece.chunk.start) / self.sample_rate
 
     def _words(self, piece: Piece, result: Decoded) -> tuple[Word, ...] | None:
+        if not piece.recording.request.prompt.monotonic:
+            return ()
         if result.spans is None:
-            return None if self.config.words else ()
+            return None if self.config.wants_words else ()
         words = word_timestamps(
             result.tokens,
             result.spans,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from effasr.data.scripts import split_words
 from effasr.decoding.ctc_alignment import Span
 from effasr.transcription.inputs.vad import HOP_SECONDS
 
@@ -137,4 +138,4 @@ def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:
 
 
 def _pieces(text: str, spaces: bool) -> list[str]:
-    return text.split() if spaces else [c for c in text if not c.isspace()]
+    return text.split() if spaces else split_words(text)

@@ -73,6 +73,7 @@ SURFACE = {
         *RUN, *AVERAGED, "FILE...", "--manifest MANIFEST", "--language LANG",
         "--target-language LANG",
         "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
+        "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
         *SECOND_PASS, *CORRECTOR,

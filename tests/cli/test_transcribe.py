@@ -18,6 +18,7 @@ import soundfile
 from lhotse import AudioSource, CutSet, MonoCut, Recording, SupervisionSegment
 
 from effasr.transcription.inputs.sources import of_manifest
+from effasr.transcription.results import Segment, Transcription
 
 
 @pytest.fixture
@@ -66,6 +67,36 @@ def test_results_are_in_folders_as_the_recordings(effasr, workplace, folder, tmp
     assert effasr(*command, folder).code == 0
     written = sorted(str(path.relative_to(out)) for path in out.rglob("*.*"))
     assert written == ["a.flac.srt", "a.srt", "a.wav.srt", "deep/b.srt"]
+
+
+def test_subtitles_and_cues_in_json_are_the_same(effasr, workplace, monkeypatch):
+    """Also of a segment of 20 s without times of words, and in lines of any width."""
+    text = "open the curtain in the kitchen and send the key to thomas and play the news " * 4
+
+    def results(self, requests, on_audio=None):
+        for request in requests:
+            segment = Segment(0.0, 20.0, text.strip(), words=None)
+            yield Transcription(request.id, 20.0, text, (segment,))
+
+    monkeypatch.setattr("effasr.transcription.recognizer.Recognizer.results", results)
+    command = ("transcribe", "--run", workplace.run, workplace.wav, "--line-width", "30")
+    row = json.loads(effasr(*command, "--json", "--cues").out)
+    assert [segment["text"] for segment in row["segments"]] == [text.strip()]
+    assert " ".join(line for cue in row["cues"] for line in cue["lines"]) == text.strip()
+    assert max(len(line) for cue in row["cues"] for line in cue["lines"]) <= 30
+    assert all(cue["estimated"] and cue["end"] - cue["start"] < 7 for cue in row["cues"])
+    blocks = effasr(*command, "--format", "srt").out.removesuffix("\n").split("\n\n")
+    assert [block.split("\n")[2:] for block in blocks] == [cue["lines"] for cue in row["cues"]]
+
+
+def test_subtitles_have_the_times_of_words(effasr, workplace):
+    """Without --words, where the model can give them; JSON says where it cannot."""
+    command = ("transcribe", "--run", workplace.run, workplace.wav, "--json", "--cues")
+    for method in ("ctc", "attention"):
+        row = json.loads(effasr(*command, "--method", method).out)
+        for segment in row["segments"]:
+            assert bool(segment["text"]) == bool(segment.get("words"))
+        assert not any("estimated" in cue for cue in row["cues"])
 
 
 def test_linked_folders_are_entered_once(effasr, workplace, folder, tmp_path):

@@ -7,7 +7,8 @@ import pytest
 
 from effasr.decoding.ctc_alignment import viterbi
 from effasr.transcription.inputs.sources import Source, find
-from effasr.transcription.outputs.subtitles import GrowingFile, ctm, cues, srt, vtt
+from effasr.transcription.outputs.cues import Cue, cues
+from effasr.transcription.outputs.subtitles import GrowingFile, ctm, srt, vtt
 from effasr.transcription.outputs.writers import ResultWriter
 from effasr.transcription.results import Failure, Segment, Transcription
 from effasr.transcription.word_timestamps import Word, word_timestamps
@@ -131,32 +132,6 @@ def spoken(*words: tuple[str, float, float], name: str = "a b.wav") -> Transcrip
     return Transcription(name, 90.0, text, (Segment(0.0, 90.0, text, words=timed),))
 
 
-def test_cues_end_at_pauses_and_before_they_grow_long() -> None:
-    paused = spoken(("a", 0.0, 0.5), ("b", 0.6, 1.0), ("c", 2.5, 3.0))
-    assert cues(paused) == [(0.0, 1.0, "a b"), (2.5, 3.0, "c")]
-    steady = spoken(*((f"w{i}", i * 0.5, i * 0.5 + 0.4) for i in range(40)))
-    assert all(end - start <= 6.0 for start, end, _ in cues(steady))
-    wordy = spoken(*(("x" * 20, i * 0.1, i * 0.1 + 0.1) for i in range(10)))
-    assert all(len(text) <= 84 for _, _, text in cues(wordy))
-    for item in (steady, wordy):
-        assert " ".join(text for _, _, text in cues(item)) == item.text
-
-
-def test_cues_have_the_spaces_of_the_text() -> None:
-    words = tuple(Word(letter, n * 0.3, n * 0.3 + 0.3) for n, letter in enumerate("你好okab界"))
-    segment = Segment(0.0, 3.0, "你好ok ab 界", words=words)
-    (cue,) = cues(Transcription("x", 3.0, segment.text, (segment,), ""))
-    assert cue == (0.0, pytest.approx(2.1), "你好ok ab 界")
-    assert GrowingFile("srt", "stream").add(segment).splitlines()[2] == "你好ok ab 界"
-    # Words of another text are separated by spaces.
-    other = Segment(0.0, 3.0, "x", words=words[:2])
-    assert cues(Transcription("x", 3.0, "x", (other,)))[0][2] == "你 好"
-    many = tuple(Word("字", n * 0.01, n * 0.01 + 0.01) for n in range(100))
-    long = Segment(0.0, 3.0, "字" * 100, words=many)
-    result = [text for _, _, text in cues(Transcription("x", 3.0, long.text, (long,), ""))]
-    assert [len(text) for text in result] == [84, 16]
-
-
 def test_formats() -> None:
     item = spoken(("<a>", 0.0, 0.5), ("b", 3661.25, 3662.0))
     assert srt(item) == (
@@ -170,7 +145,7 @@ def test_formats() -> None:
 
 def test_without_words_segments_are_shown() -> None:
     plain = Transcription("x.wav", 4.0, "a b", (Segment(0.0, 2.0, "a b"), Segment(2.0, 4.0, "")))
-    assert cues(plain) == [(0.0, 2.0, "a b")]
+    assert cues(plain) == [Cue(0.0, 2.0, ("a b",), estimated=True)]
     assert ctm(plain) == "x 1 0.000 1.000 a\nx 1 1.000 1.000 b\n"
 
 

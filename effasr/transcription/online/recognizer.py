@@ -105,7 +105,7 @@ class OnlineRecognizer:
             endpoint_seconds=endpoint_seconds,
             longest_seconds=longest_seconds,
             nbest=config.nbest,
-            words=config.words,
+            words=config.wants_words,
             word_confidence=config.word_confidence,
             calibration=load_calibration(config.calibration, self.method),
             spaces=spaces,

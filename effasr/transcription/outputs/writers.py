@@ -12,18 +12,25 @@ from typing import Literal
 
 from effasr.transcription.inputs.sources import Source, with_unique_names
 from effasr.transcription.json_files import json_line, one_line, write_text
+from effasr.transcription.outputs.cues import CueLayout, cues, segment_cues
 from effasr.transcription.outputs.subtitles import GrowingFile, ctm, recording_name, srt, vtt
 from effasr.transcription.results import Failure, Result, Segment, Transcription
 from effasr.transcription.transcribe import render
 
 Style = Literal["text", "json", "srt", "vtt", "ctm"]
 
-_SUBTITLES: dict[str, Callable[[Transcription], str]] = {"srt": srt, "vtt": vtt}
+_SUBTITLES: dict[str, Callable[[Transcription, CueLayout | None], str]] = {"srt": srt, "vtt": vtt}
 _SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt", "ctm": ".ctm"}
 
 
 class ResultWriter:
-    def __init__(self, style: Style, folder: Path | None, sources: Sequence[Source]) -> None:
+    def __init__(
+        self,
+        style: Style,
+        folder: Path | None,
+        sources: Sequence[Source],
+        layout: CueLayout | None = None,  # of subtitles; JSON has cues if it is given
+    ) -> None:
         if folder is None and style in _SUBTITLES and len(sources) > 1:
             raise ValueError(
                 f"`--format {style}` takes one recording, but there are {len(sources)}: give "
@@ -31,7 +38,7 @@ class ResultWriter:
             )
         if folder is not None:
             sources = with_unique_names(sources)
-        self._style = style
+        self._style, self._layout = style, layout
         self._folder = folder
         self._names = {source.id: source.name for source in sources}
         # Recordings of CTM have no blanks, and are told apart by their names alone.
@@ -71,23 +78,31 @@ class ResultWriter:
         if self._style == "ctm":
             return ctm(result, self._recordings[result.id])
         if self._style in _SUBTITLES:
-            return _SUBTITLES[self._style](result)
+            return _SUBTITLES[self._style](result, self._layout)
+        if self._style == "json" and self._layout is not None:
+            rows = [cue.as_row() for cue in cues(result, self._layout)]
+            return json_line(result.as_row() | {"cues": rows})
         return render(result, "jsonl" if self._style == "json" else "text")
 
 
 class StreamWriter:
     """Writes segments of a stream to standard output: a valid file at any time."""
 
-    def __init__(self, style: Style, name: str) -> None:
-        self._style = style
+    def __init__(self, style: Style, name: str, layout: CueLayout | None = None) -> None:
+        self._style, self._layout = style, layout
         self._file = None
+        self._since = 0.0  # end of the last cue in JSON
         if style != "text" and style != "json":
-            self._file = GrowingFile(style, name)
+            self._file = GrowingFile(style, name, layout)
             _write(self._file.header)
 
     def write(self, segment: Segment) -> None:
         if self._file is not None:
             _write(self._file.add(segment))
+        elif self._style == "json" and self._layout is not None:
+            result = segment_cues(segment, self._layout, self._since)
+            self._since = result[-1].end if result else self._since
+            _write(json_line(segment.as_row() | {"cues": [cue.as_row() for cue in result]}))
         elif self._style == "json":
             _write(json_line(segment.as_row()))
         else:

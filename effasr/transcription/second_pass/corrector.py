@@ -151,4 +151,4 @@ def load_corrector(config: DecodingConfig, device: torch.device) -> Corrector | 
         source=source_of(loaded.model.config, config.corrector_source),
     )
     margin = CORRECTOR_MARGIN if config.corrector_margin is None else config.corrector_margin
-    return Corrector(writer, margin, words=config.words)
+    return Corrector(writer, margin, words=config.wants_words)
