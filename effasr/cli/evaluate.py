@@ -13,7 +13,7 @@ from effasr.cli.options import (
     AddCommand,
     add_averaged,
     add_decoding,
-    add_language,
+    add_prompt,
     at_least,
     decoding_config,
     folder,
@@ -37,7 +37,7 @@ def add(command: AddCommand) -> None:
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
     add_averaged(parser)
     parser.add_argument("--manifest", type=Path, required=True, help=MANIFEST_HELP)
-    add_language(parser)
+    add_prompt(parser)
     parser.add_argument(
         "--normalizer",
         default="basic",
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     loaded, checkpoints = load_checkpoints(options)
     # Averaged weights are in no file; and a training may remove the file while it is evaluated.
     weights = sha256(checkpoints[0] / WEIGHTS) if options.averaged is None else None
-    cuts, unreadable = read_cuts(options, loaded.prompt.source)
+    cuts, unreadable = read_cuts(options, loaded.prompt)
     with decoding_progress(len(cuts)) as decoded:
         evaluation = evaluate(
             loaded.model,

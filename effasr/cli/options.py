@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lhotse.cut import Cut
 
     from effasr.checkpoint import LoadedModel
+    from effasr.data.prompt import Prompt
     from effasr.transcription.results import Failure
 
 # Adds a command: takes its name, its action, its description, lines for the end of its help, and
@@ -101,6 +102,30 @@ def add_language(
     )
 
 
+def add_prompt(
+    parser: argparse.ArgumentParser, text: str = "language of manifest lines that do not name one"
+) -> None:
+    """Add the options that `with_prompt_options` reads, and ``--language``."""
+    add_language(parser, text)
+    parser.add_argument(
+        "--target-language",
+        metavar="LANG",
+        help="language of the text; translates if it differs from the spoken language",
+    )
+    parser.add_argument(
+        "--punctuation",
+        action=argparse.BooleanOptionalAction,
+        help="ask for punctuation and capitals, or for plain text (default: as the manifest says, "
+        "else as trained)",
+    )
+
+
+def with_prompt_options(prompt: Prompt, options: argparse.Namespace) -> Prompt:
+    """Return the prompt of a recording with the changes that the options ask for."""
+    target = options.target_language or prompt.target
+    return prompt.stating(target=target, punctuation=options.punctuation)
+
+
 def add_subsampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subsampling",
@@ -145,11 +170,16 @@ def load_checkpoints(options: argparse.Namespace) -> tuple[LoadedModel, list[Pat
         return load_run(options.run, options.averaged, choose_device(options.device))
 
 
-def read_cuts(options: argparse.Namespace, language: str) -> tuple[list[Cut], list[Failure]]:
+def read_cuts(options: argparse.Namespace, prompt: Prompt) -> tuple[list[Cut], list[Failure]]:
+    """Read ``--manifest`` with `add_prompt`'s options; the prompt is that of the model."""
+    from effasr.data.manifest.cuts import prompt_of, with_prompt
     from effasr.evaluation.evaluate import openable_cuts
 
+    prompt = prompt.stating(options.language)
     with progress_counter("utterances read") as show:
-        return openable_cuts(options.manifest, language=options.language or language, progress=show)
+        cuts, failures = openable_cuts(options.manifest, prompt=prompt, progress=show)
+    changed = [with_prompt(cut, with_prompt_options(prompt_of(cut), options)) for cut in cuts]
+    return changed, failures
 
 
 def add_fields(parser: argparse.ArgumentParser, *names: str) -> None:

@@ -19,13 +19,14 @@ from effasr.cli.options import (
     add_averaged,
     add_decoding,
     add_fields,
-    add_language,
+    add_prompt,
     at_least,
     decoding_config,
     folder,
     load_checkpoints,
     log,
     seconds,
+    with_prompt_options,
 )
 from effasr.cli.progress import TranscriptionProgress
 from effasr.decoding.config import CORRECTOR, SECOND_PASS
@@ -75,17 +76,7 @@ def add(command: AddCommand) -> None:
         help="recordings to transcribe as well, in the languages that it names: NeMo JSONL, lhotse "
         "cuts, a Kaldi or prepared folder",
     )
-    add_language(parser, "language spoken in recordings whose manifest does not name one")
-    parser.add_argument(
-        "--target-language",
-        metavar="LANG",
-        help="language of the text; translates if it differs from the spoken language",
-    )
-    parser.add_argument(
-        "--punctuation",
-        action=argparse.BooleanOptionalAction,
-        help="ask for punctuation and capitals, or for plain text (default: as trained)",
-    )
+    add_prompt(parser, "language spoken in recordings whose manifest does not name one")
     parser.add_argument(
         "--format",
         choices=("text", "json", "srt", "vtt", "ctm"),
@@ -149,7 +140,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from effasr.data.prompt import Prompt
     from effasr.transcription.outputs.writers import ResultWriter
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
@@ -160,12 +150,9 @@ def run(options: argparse.Namespace) -> int:
     if not decoding.words and decoding.second_lm is None and (layout or _style(options) == "ctm"):
         decoding = replace(decoding, words=None)
     loaded, _ = load_checkpoints(options)
-    source = options.language or loaded.prompt.source
-    target = source if options.language else loaded.prompt.target
-    task = "transcribe" if target == source else "translate"
-    default = Prompt(source, target, task, loaded.prompt.punctuation)
+    default = loaded.prompt.stating(options.language)
     if options.stream:
-        return _stream(options, loaded, _with_options(default, options), decoding, layout)
+        return _stream(options, loaded, with_prompt_options(default, options), decoding, layout)
     # Deleted with the last reference to it.
     copy = NamedTemporaryFile(prefix="effasr-", suffix=".stdin")  # noqa: SIM115
     sources = _sources(options, default, copy)
@@ -182,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
             loaded.model,
             loaded.tokenizer,
             sources,
-            prompt=_with_options(default, options),
+            prompt=with_prompt_options(default, options),
             config=decoding,
             on_audio=progress.add_audio,
         )
@@ -368,24 +355,12 @@ def _sources(options: argparse.Namespace, default: Prompt, copy: IO[bytes]) -> l
     if "-" in options.files:
         sources += sources_on_stdin(sys.stdin.buffer, copy)
     if options.manifest is not None:
-        # Lines without a language get the default source language: the same prompt as for a file,
-        # if source and target are equal.
-        listed = of_manifest(options.manifest, language=default.source)
+        listed = of_manifest(options.manifest, prompt=default)
         sources += [
-            replace(item, prompt=_with_options(item.prompt or default, options)) for item in listed
+            replace(item, prompt=with_prompt_options(item.prompt or default, options))
+            for item in listed
         ]
     return sources
-
-
-def _with_options(prompt: Prompt, options: argparse.Namespace) -> Prompt:
-    """Return a prompt with the changes that the options ask for."""
-    if options.target_language is not None:
-        target = options.target_language
-        task = "transcribe" if target == prompt.source else "translate"
-        prompt = replace(prompt, target=target, task=task)
-    if options.punctuation is not None:
-        prompt = replace(prompt, punctuation=options.punctuation)
-    return prompt
 
 
 def _note(text: str) -> None:

@@ -33,7 +33,8 @@ class DataConfig:
             have no tokens, and are planned by their frames alone (``model.best_rq``).
         label_tokens_per_second: With text ``optional``, tokens that are reserved for each second of
             an utterance without text; by default a quarter more than any transcript has.
-        language: The language of utterances that name none.
+        language: The language of utterances that name none; in validation, it is what the model is
+            mostly trained on.
         strategy: Batching strategy. ``packed`` fills the budgets of one static
             shape. The others are the batches of other toolkits, for comparison: ``random``,
             ``bucketed`` by duration, ``sync_bucketed`` (all ranks draw the same bucket, where

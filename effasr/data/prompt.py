@@ -35,6 +35,24 @@ class Prompt:
                 f"{self.source!r}: use the task 'transcribe'."
             )
 
+    def stating(
+        self,
+        source: str | None = None,
+        target: str | None = None,
+        task: Task | None = None,
+        punctuation: bool | None = None,
+    ) -> Prompt:
+        """Return the request of an utterance that states these; what it does not is as here."""
+        source = source or self.source
+        if not target:
+            translates = self.task == "translate" and task != "transcribe"
+            target = self.target if translates else source
+        if task is None:
+            task = "transcribe" if source == target else "translate"
+        if punctuation is None:
+            punctuation = self.punctuation
+        return Prompt(source, target, task, punctuation)
+
     @property
     def monotonic(self) -> bool:
         """Whether the text follows the speech in order, so that CTC applies."""

@@ -30,11 +30,14 @@ from effasr.transcription.second_pass.text_to_text import TextToText
 
 
 def openable_cuts(
-    path: str | Path, *, language: str, progress: Callable[[int], None] = lambda count: None
+    path: str | Path, *, prompt: Prompt, progress: Callable[[int], None] = lambda count: None
 ) -> tuple[list[Cut], list[Failure]]:
-    """Return the cuts of a manifest, and a failure for each line whose audio cannot be opened."""
+    """Return the cuts of a manifest, and a failure for each line whose audio cannot be opened.
+
+    What a line does not say is as in ``prompt``.
+    """
     cuts, failures = [], []
-    for count, (name, utterance) in enumerate(named(path, language=language), 1):
+    for count, (name, utterance) in enumerate(named(path, prompt=prompt), 1):
         try:
             cuts.append(utterance.cut(name))
         except AudioError as error:

@@ -138,7 +138,8 @@ class _Reader:
         self._limits = limits
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
-        self._options = ReadOptions(language, untranscribed=limits.text != "required")
+        default = Prompt(language, language)
+        self._options = ReadOptions(default, untranscribed=limits.text != "required")
         self._progress, self._count = progress, 0
         # Cuts are made only where more than their length is used.
         self._checks_texts = (
@@ -158,7 +159,7 @@ class _Reader:
     def read(self, source: int, path: Path) -> None:
         options = self._options
         if (file := file_of_lines(path)) is None:
-            utterances = named(path, language=options.language, untranscribed=options.untranscribed)
+            utterances = named(path, prompt=options.default, untranscribed=options.untranscribed)
             for line, (name, utterance) in enumerate(utterances, 1):
                 self._add_utterance(name, (source, line), utterance)
                 self._report()
@@ -217,7 +218,7 @@ class _Reader:
             self._prompt_ids.append(prompt_id)
 
     def _add_table(self, source: int, rows: Iterator[_TableRow]) -> None:
-        prompt = Prompt(self._options.language, self._options.language)
+        prompt = self._options.default
         for row in rows:
             tokens, prompt_tokens = row.tokens, self._prompt_tokens
             if tokens is None:
@@ -251,7 +252,7 @@ class _Reader:
         count = _num_tokens(row)
         if "supervisions" in row.values:
             row = _supervised(row)
-        prompt = row.prompt(self._options.language)
+        prompt = row.prompt(self._options.default)
         if self._options.untranscribed and self._lacks_text(row.values.get("text")):
             self._add(name, position, seconds, prompt, 0, 0)
         elif "text" in row.values and (count is None or self._checks_texts):
@@ -303,7 +304,9 @@ class _Reader:
             return
         speech = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
         cut = MonoCut(
-            name or origin, 0.0, seconds, 0, supervisions=[speech], custom=custom_fields(prompt)
+            *(name or origin, 0.0, seconds, 0),
+            supervisions=[speech],
+            custom=custom_fields(prompt, ()),
         )
         self._add_cut(name, position, cut, prompt)
 

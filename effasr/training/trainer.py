@@ -18,6 +18,7 @@ import torch
 
 from effasr import ranges
 from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.prompt import Prompt
 from effasr.data.worker_processes import check_open_files
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context
@@ -541,7 +542,10 @@ class Trainer:
             return LossValidator(self.config, self.model, context)
         from effasr.training.validation import Validator
 
-        return Validator(self.config, self.model, self.resolved.tokenizer, context)
+        prompt, language = self.resolved.corpus.prompt, self.config.data.language
+        if self.config.model.language_model is not None:
+            prompt = Prompt(language, language)  # conversations have none
+        return Validator(self.config, self.model, self.resolved.tokenizer, context, prompt)
 
     def _open_log(self) -> None:
         is_main, step = self.strategy.context.is_main, self.progress.step

@@ -17,6 +17,7 @@ from effasr import config as configuration
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.pairs import TextPair, is_text_only, pairs
 from effasr.data.manifest.reader import iterate
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import evaluate, evaluate_pairs, shard
@@ -55,6 +56,7 @@ class Validator:
         model: ASRModel,
         tokenizer: Tokenizer,
         context: DistributedContext,
+        prompt: Prompt,
     ) -> None:
         self._config = config.evaluation
         self._model = model
@@ -76,7 +78,8 @@ class Validator:
                 digest.update(repr([(pair.source, pair.text) for pair in members]).encode())
                 self._sets[name] = members[context.rank :: context.size]
                 continue
-            read = iterate(path, language=config.data.language)
+            # Lines that do not say otherwise are as most of training, as in `effasr evaluate`.
+            read = iterate(path, prompt=prompt)
             cuts = even_sample(read, self._config.max_utterances, config.seed)
             if not cuts:
                 raise ValueError(f"{path}: holds no utterances.")

@@ -17,6 +17,7 @@ import pytest
 import soundfile
 from lhotse import AudioSource, CutSet, MonoCut, Recording, SupervisionSegment
 
+from effasr.data.prompt import Prompt
 from effasr.transcription.inputs.sources import of_manifest
 from effasr.transcription.results import Segment, Transcription
 
@@ -166,7 +167,7 @@ def test_a_cut_of_one_channel_of_two_is_that_channel(effasr, workplace, tmp_path
     message = SupervisionSegment("call", "call", 0.0, seconds, channel=2, text="", language="en")
     cut = MonoCut("call", 0.0, seconds, 2, [message], recording=recording)
     CutSet.from_cuts([cut]).to_file(tmp_path / "cuts.jsonl")
-    (source,) = of_manifest(tmp_path / "cuts.jsonl", language="en")
+    (source,) = of_manifest(tmp_path / "cuts.jsonl", prompt=Prompt())
     assert source.channels == (1,)
 
 

@@ -15,6 +15,7 @@ from effasr.data.audio.waveform import load_audio
 from effasr.data.manifest import prepare as module
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
+from effasr.data.prompt import Prompt
 from effasr.evaluation.evaluate import openable_cuts
 from tests.data.test_layouts import RATE, hertz, tone, write
 from tests.support.corpora import read_lines, write_lines
@@ -36,7 +37,7 @@ def call(folder: Path, *rows: dict) -> Path:
 def test_the_channel_of_a_call_is_read_ever_after(tmp_path, channel, expected) -> None:
     source = call(tmp_path, {}, {"channel": 0, "id": "named"})
     prepare(source, tmp_path / "out", channel=channel)
-    for cuts in (list(read(tmp_path / "out")), openable_cuts(tmp_path / "out", language="en")[0]):
+    for cuts in (list(read(tmp_path / "out")), openable_cuts(tmp_path / "out", prompt=Prompt())[0]):
         assert [hertz(cut) for cut in cuts] == [expected, 300]
         assert cuts[0].channel == ([0, 1] if channel is None else expected // 500)
 

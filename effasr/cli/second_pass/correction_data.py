@@ -12,7 +12,7 @@ from effasr.cli.options import (
     RUN_HELP,
     AddCommand,
     add_decoding,
-    add_language,
+    add_prompt,
     decoding_config,
     log,
     print_line,
@@ -39,7 +39,7 @@ def add(command: AddCommand) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("manifest", type=Path, metavar="MANIFEST", help=MANIFEST_HELP)
     parser.add_argument("out", type=Path, metavar="OUT.jsonl", help="the manifest to write")
-    add_language(parser)
+    add_prompt(parser)
     parser.add_argument(
         "--source",
         metavar="NAME",
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     config = decoding_config(options)
     config = replace(config, nbest=config.nbest or config.beam)
     loaded = load_best(options.run, choose_device(options.device))
-    cuts, failures = read_cuts(options, loaded.prompt.source)
+    cuts, failures = read_cuts(options, loaded.prompt)
     count = 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with decoding_progress(len(cuts)) as decoded, atomic_file(options.out) as file:

@@ -13,7 +13,7 @@ from effasr.cli.options import (
     AddCommand,
     add_averaged,
     add_decoding,
-    add_language,
+    add_prompt,
     decoding_config,
     load_checkpoints,
     log,
@@ -52,7 +52,7 @@ def add(command: AddCommand) -> None:
         help="file that receives the options (default: RUN/decoding.yaml; required for a model "
         "directory)",
     )
-    add_language(parser)
+    add_prompt(parser)
     parser.add_argument(
         "--normalizer",
         default="basic",
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
             )
         path = options.run / DECODING_FILE
     loaded, _ = load_checkpoints(options)
-    cuts, unreadable = read_cuts(options, loaded.prompt.source)
+    cuts, unreadable = read_cuts(options, loaded.prompt)
     tried = itertools.count(1)
     with decoding_progress(len(cuts)) as decoded, progress_counter("trials of weights") as trials:
         result = tune(

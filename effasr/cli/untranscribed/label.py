@@ -20,6 +20,7 @@ from effasr.cli.options import (
 from effasr.cli.progress import TranscriptionProgress
 
 if TYPE_CHECKING:
+    from effasr.data.prompt import Prompt
     from effasr.transcription.inputs.sources import Source
 
 
@@ -61,7 +62,6 @@ def run(options: argparse.Namespace) -> int:
 
     from effasr.checkpoint import WEIGHTS
     from effasr.data.checksums import sha256
-    from effasr.data.prompt import Prompt
     from effasr.distributed.process_group import choose_device
     from effasr.training.checkpointing.averaging import load_run
     from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder, checked
@@ -87,10 +87,8 @@ def run(options: argparse.Namespace) -> int:
             )
     config = replace(config, confidence=True)
     loaded, (directory,) = load_run(options.run, None, choose_device(options.device))
-    default = loaded.prompt
-    if options.language:
-        default = Prompt(options.language, options.language, punctuation=default.punctuation)
-    sources = _sources(options.audio, default.source)
+    default = loaded.prompt.stating(options.language)
+    sources = _sources(options.audio, default)
     names = ("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight")
     names += ("no_repeat_ngram", "lm_weight", "gap_seconds", "chunk_seconds")
     settings = {name: getattr(config, name) for name in names}
@@ -125,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if FAILED in report.by_reason else 0
 
 
-def _sources(audio: str, language: str) -> list[Source]:
+def _sources(audio: str, prompt: Prompt) -> list[Source]:
     """Return the recordings of an argument."""
     from effasr.data.manifest.reader import deciding_files
     from effasr.transcription.inputs.sources import find, of_manifest
@@ -133,5 +131,5 @@ def _sources(audio: str, language: str) -> list[Source]:
     path = Path(audio)
     suffixes = {".jsonl", ".gz"}
     if path.suffix in suffixes or (path.is_dir() and deciding_files(path) is not None):
-        return of_manifest(path, language=language, untranscribed=True)
+        return of_manifest(path, prompt=prompt)
     return find([audio])

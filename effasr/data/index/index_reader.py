@@ -16,6 +16,7 @@ from effasr.data.filters.config import Limits
 from effasr.data.index.utterance_table import IndexBuilder, UtteranceTable
 from effasr.data.manifest.reader import ManifestPart, UniqueNames, checked, named, parts
 from effasr.data.manifest.utterance import ReadOptions
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 
 Reader = Callable[
@@ -67,7 +68,8 @@ class _Indexer:
 
     @property
     def options(self) -> ReadOptions:
-        return ReadOptions(self.language, untranscribed=self.limits.text != "required")
+        default = Prompt(self.language, self.language)
+        return ReadOptions(default, untranscribed=self.limits.text != "required")
 
     def index(
         self, part: ManifestPart, names: Sequence[str] | None
@@ -83,7 +85,7 @@ class _Indexer:
 
 def _in_turn(path: str | Path, indexer: _Indexer) -> Iterator[IndexBuilder]:
     options = indexer.options
-    utterances = named(path, language=options.language, untranscribed=options.untranscribed)
+    utterances = named(path, prompt=options.default, untranscribed=options.untranscribed)
     while block := list(islice(utterances, PART)):
         builder = IndexBuilder()
         for name, utterance in block:

@@ -11,10 +11,11 @@ from lhotse import Recording, SupervisionSegment
 from lhotse.cut import Cut, MixedCut
 from lhotse.cut.data import DataCut
 from lhotse.cut.set import deserialize_cut
+from lhotse.utils import fastcopy
 
 from effasr.data.audio.cut_sources import recordings
 from effasr.data.audio.waveform import AudioSegment
-from effasr.data.manifest.row import ManifestRow, absolute
+from effasr.data.manifest.row import READ, ManifestRow, absolute
 from effasr.data.manifest.utterance import CutUtterance, LineFormat, ReadOptions, custom_fields
 from effasr.data.prompt import Prompt
 
@@ -42,7 +43,7 @@ def parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
     if options.untranscribed:
         _supervise(cut)
     cut = _spoken(cut, row)
-    _complete(cut, row, options.language)
+    _complete(cut, row, options.default)
     return CutUtterance(row.origin, cut, audio_of(cut))
 
 
@@ -103,15 +104,21 @@ def make_absolute(cut: Cut, folder: Path) -> None:
 def prompt_of(cut: Cut) -> Prompt:
     custom = getattr(cut, "custom", None)
     values = prompt_values(custom, cut.supervisions[0].language)
-    return ManifestRow(values, _NO_FILE, 0, cut.id).prompt(Prompt().source)
+    return ManifestRow(values, _NO_FILE, 0, cut.id).prompt(Prompt())
+
+
+def with_prompt(cut: Cut, prompt: Prompt) -> Cut:
+    """Return the cut with another prompt."""
+    supervision = fastcopy(cut.supervisions[0], language=prompt.source)
+    before = getattr(cut, "custom", None) or {}
+    fields = {name: value for name, value in before.items() if name not in READ}
+    custom = {**fields, **custom_fields(prompt, ("target_lang", "task", "pnc"))}
+    return fastcopy(cut, supervisions=[supervision], custom=custom)
 
 
 def prompt_values(custom: Mapping[str, Any] | None, spoken: str | None) -> dict[str, Any]:
     """Return the language of a supervision and the ``custom`` fields by NeMo's names."""
-    fields = dict(custom or {})
-    fields |= {"lang": spoken} if spoken else {}
-    # lhotse's `language` is what is spoken: as a `source_lang` it never stands for the target.
-    return {"source_lang": fields.get("lang"), **fields}
+    return {**(custom or {}), **({"lang": spoken} if spoken else {})}
 
 
 def audio_of(cut: Cut | AudioSegment) -> str:
@@ -205,7 +212,7 @@ def _supervise(cut: Cut) -> None:
         cut.supervisions[0].text = ""
 
 
-def _complete(cut: Cut, row: ManifestRow, language: str) -> None:
+def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> None:
     """Check a cut and fill in the fields that the project reads."""
     if len(cut.supervisions) != 1:
         raise row.error(
@@ -228,7 +235,8 @@ def _complete(cut: Cut, row: ManifestRow, language: str) -> None:
     if cut.recording is None:
         raise row.error(f"cut {cut.id!r} has no recording: features are not read.", "recording")
     values = prompt_values(cut.custom, supervision.language)
-    prompt = ManifestRow(values, row.path, row.line, row.origin).prompt(language)
+    fields = ManifestRow(values, row.path, row.line, row.origin)
+    prompt = fields.prompt(default)
     supervision.language, supervision.text = prompt.source, supervision.text.strip()
-    cut.custom = {**(cut.custom or {}), **custom_fields(prompt)}
+    cut.custom = {**(cut.custom or {}), **custom_fields(prompt, fields.stated())}
     make_absolute(cut, row.path.parent)

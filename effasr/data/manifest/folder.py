@@ -45,7 +45,7 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
     files = all_files(folder)
     transcripts = [path for path in files if path.name.endswith(".trans.txt")]
     if transcripts:
-        return _from_librispeech(transcripts, files, options.language)
+        return _from_librispeech(transcripts, files, options.default)
     return _from_neighbours(folder, files, options)
 
 
@@ -81,7 +81,7 @@ def with_others(utterances: Iterator[Utterance], folder: Path) -> Iterator[Utter
 
 
 def _from_librispeech(
-    transcripts: list[Path], files: list[Path], language: str
+    transcripts: list[Path], files: list[Path], prompt: Prompt
 ) -> Iterator[Utterance]:
     # Of several suffixes the first one, such as FLAC before MP3.
     recordings = {_spelled(path.with_suffix("")): path for path in files[::-1] if _is_audio(path)}
@@ -103,7 +103,7 @@ def _from_librispeech(
                 origin=origin,
                 audio=str(audio.absolute()) if audio else absolute(f"{name}.flac", path.parent),
                 text=text.strip(),
-                prompt=Prompt(language, language),
+                prompt=prompt,
             )
     for path in files:
         if _is_audio(path) and path not in used:
@@ -132,7 +132,7 @@ def _from_neighbours(folder: Path, files: list[Path], options: ReadOptions) -> I
             f"({', '.join(AUDIO_SUFFIXES[:6])} ...) with a .txt, .srt, .vtt or .ctm beside "
             f"each.{_other_format(folder)}"
         )
-    beside = _Texts(files, options.language)
+    beside = _Texts(files, options.default.source)
     if not options.untranscribed and not any(map(beside.of, recordings)):
         first = recordings[0]
         raise ValueError(
@@ -196,10 +196,10 @@ def _language_of(text: Path) -> str | None:
 def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utterance]:
     """Yield the utterances of a recording with a text beside it."""
     audio, origin = str(path.absolute()), str(text or path.with_suffix(".txt"))
-    language = options.language
+    language = None
     if text is not None and text.with_suffix("").name != path.stem:
-        language = _language_of(text) or language
-    prompt = Prompt(language, language)
+        language = _language_of(text)
+    prompt = options.default.stating(language)
     try:
         if text is None or text.suffix.lower() not in SUBTITLES:
             lines = () if text is None else numbered_lines(text)

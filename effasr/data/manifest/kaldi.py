@@ -15,7 +15,6 @@ from effasr.data.manifest.utterance import (
     RejectedRow,
     Utterance,
 )
-from effasr.data.prompt import Prompt
 
 _FILES = ("wav.scp", "text", "segments", "utt2spk", "utt2lang", "reco2file_and_channel")
 
@@ -56,14 +55,14 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
         except ValueError as error:
             rejected.append(RejectedRow(name, origin, str(error)))
             continue
-        spoken = languages[name][1] if name in languages else options.language
+        spoken = languages[name][1] if name in languages else None
         yield FileUtterance(
             id=name,
             named=True,
             origin=origin,
             audio=audio,
             text=text,
-            prompt=Prompt(spoken, spoken),
+            prompt=options.default.stating(spoken),
             offset=offset,
             duration=duration,
             channel=channel,

@@ -26,6 +26,7 @@ from effasr.data.manifest.utterance import (
     RejectedRow,
     Utterance,
 )
+from effasr.data.prompt import Prompt
 
 LINES = (nemo.FORMAT, cuts.FORMAT)
 FOLDERS = (table.FORMAT, shar.FORMAT, kaldi.FORMAT, recordings.FORMAT, folder.FORMAT)
@@ -41,8 +42,9 @@ def read(path: str | Path, *, language: str = "en") -> CutSet:
     """Read a manifest: a file or folder of any format.
 
     Each cut has one supervision with ``text`` and ``language`` (the one spoken), and the custom
-    fields ``target_lang``, ``task`` and ``pnc``, which `cuts.prompt_of` puts together. The cuts are
-    in the order of the source, with absolute audio paths and unique ids.
+    fields ``target_lang``, ``task`` and ``pnc`` where the source says so or they are not as usual,
+    which `cuts.prompt_of` puts together. The cuts are in the order of the source, with absolute
+    audio paths and unique ids.
     """
     utterances = list(iterate(path, language=language))
     if not utterances:
@@ -51,14 +53,19 @@ def read(path: str | Path, *, language: str = "en") -> CutSet:
 
 
 def iterate(
-    path: str | Path, *, language: str = "en", untranscribed: bool = False
+    path: str | Path,
+    *,
+    language: str = "en",
+    untranscribed: bool = False,
+    prompt: Prompt | None = None,
 ) -> Iterator[Cut]:
-    """Yield the cuts of a manifest.
+    """Yield the cuts of a manifest; see `named`.
 
     Lines that are no lhotse cuts need the header of their audio file, which is read here: lengths
     are then exact. A prepared folder needs none and is the fast way into training.
     """
-    for name, utterance in named(path, language=language, untranscribed=untranscribed):
+    utterances = named(path, language=language, untranscribed=untranscribed, prompt=prompt)
+    for name, utterance in utterances:
         if isinstance(utterance, RejectedRow):
             raise ValueError(utterance.reason)
         try:
@@ -75,14 +82,18 @@ def named(
     language: str = "en",
     untranscribed: bool = False,
     unread: Counter[str] | None = None,
+    prompt: Prompt | None = None,
 ) -> Iterator[tuple[str, Utterance]]:
     """Yield the utterances of a manifest, each with a unique name; no audio file is opened.
 
+    What a line does not say is as in ``prompt``, that of a trained model. Training has none yet: a
+    transcript in ``language``, with punctuation.
     A name that the source gives must be unique. A name made from a file's name gets ``-2``,
     ``-3`` ... in the order of the source where it is taken.
     """
     names = UniqueNames()
-    for utterance in _utterances(Path(path), ReadOptions(language, untranscribed, unread)):
+    default = Prompt(language, language) if prompt is None else prompt
+    for utterance in _utterances(Path(path), ReadOptions(default, untranscribed, unread)):
         name = names.claim(utterance)
         yield name, checked(name, utterance)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from effasr.data.manifest.lines import parse_object
 from effasr.data.prompt import Prompt, Task
@@ -183,35 +183,45 @@ class ManifestRow:
             )
         return audio
 
-    def prompt(self, language: str) -> Prompt:
+    def prompt(self, default: Prompt) -> Prompt:
         """Return languages, task and punctuation, by the names that NeMo's manifests use.
 
         ``source_lang`` is the language spoken; without it ``lang`` is. ``target_lang`` is the
-        language of the text; without it ``lang`` is, beside a ``source_lang``, and else the
-        language spoken. ``task`` or ``taskname`` says transcription or translation; without it
-        the languages do. ``pnc`` is true by default.
+        language of the text; without it ``lang`` is, beside a ``source_lang``. ``task`` or
+        ``taskname`` says transcription or translation; without it the languages do. What the line
+        does not say is as in ``default``; only a translation has another target than its source.
         """
         lang = self.optional_string(self.first(LANGUAGES))
         spoken = self.optional_string("source_lang")
-        source = spoken or lang or language
-        target = self.optional_string("target_lang") or (lang if spoken else None) or source
+        target = self.optional_string("target_lang") or (lang if spoken else None)
         name = self.optional_string("task") or self.optional_string("taskname")
-        task: Task = "transcribe" if source == target else "translate"
+        task: Task | None = None
         if name is not None:
-            task = _TASKS.get(name.lower(), cast(Task, ""))
-            if not task:
+            task = _TASKS.get(name.lower())
+            if task is None:
                 rule = f"must be one of {', '.join(_TASKS)}"
                 raise self.error(f"`task` {rule}, but is {name!r}.", "task")
         punctuation = self._punctuation()
         try:
-            return Prompt(source, target, task, punctuation)
+            return default.stating(spoken or lang, target, task, punctuation)
         except ValueError as error:
             raise self.error(str(error)) from error
 
-    def _punctuation(self) -> bool:
+    def stated(self) -> set[str]:
+        """Return the `custom_fields` of a cut that the line itself says."""
+        names = {name for name in ("target_lang", "task", "pnc") if self.values.get(name)}
+        if self.values.get("pnc") is False:
+            names.add("pnc")
+        if self.values.get("taskname"):
+            names.add("task")
+        if self.values.get("source_lang") and self.values.get(self.first(LANGUAGES)):
+            names.add("target_lang")
+        return names
+
+    def _punctuation(self) -> bool | None:
         value = self.values.get("pnc")
         if value is None or value == "":
-            return True
+            return None
         if isinstance(value, bool):
             return value
         if isinstance(value, str) and value.lower() in _YES_NO:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class FileUtterance:
     channel: int | None = None  # from 0; None for the mean of all
     speaker: str | None = None
     is_lossy: bool = False  # whether the file is a copy of one in a lossy format
+    stated: frozenset[str] = frozenset()  # names of `custom_fields` that the source says
 
     def cut(self, name: str, header_of: Callable[[str], AudioHeader] = read_header) -> Cut:
         """Return the utterance as a lhotse cut; the file's header is read."""
@@ -82,7 +83,7 @@ class FileUtterance:
             channel=channel,
             supervisions=[supervision],
             recording=recording,
-            custom=custom_fields(self.prompt),
+            custom=custom_fields(self.prompt, self.stated),
         )
 
     def _start_and_duration(self, header: AudioHeader) -> tuple[float, float]:
@@ -150,7 +151,7 @@ Utterance = FileUtterance | CutUtterance | RejectedRow
 class ReadOptions:
     """How a manifest is read."""
 
-    language: str = "en"  # of utterances that name none
+    default: Prompt = field(default_factory=Prompt)  # of utterances that do not say otherwise
     untranscribed: bool = False  # whether an utterance may lack a text; it gets an empty one
     unread: Counter[str] | None = None  # counts the fields of JSON lines that are not read
 
@@ -189,6 +190,20 @@ def existing(path: str) -> str:
     return next((spelling for spelling in spellings if os.path.lexists(spelling)), path)
 
 
-def custom_fields(prompt: Prompt) -> dict[str, str | bool]:
-    """Return a prompt as ``custom`` fields of a cut, which `cuts.prompt_of` reads."""
-    return {"target_lang": prompt.target, "task": prompt.task, "pnc": prompt.punctuation}
+def custom_fields(prompt: Prompt, stated: Collection[str]) -> dict[str, str | bool]:
+    """Return a prompt as ``custom`` fields of a cut, which `cuts.prompt_of` reads.
+
+    Those that are neither ``stated`` nor needed stay open, for the prompt that a model was trained
+    with: a prepared folder says no more than what it was prepared from.
+    """
+    usual = Prompt(prompt.source, prompt.source)
+    values: dict[str, tuple[str | bool, str | bool]] = {
+        "target_lang": (prompt.target, usual.target),
+        "task": (prompt.task, usual.task),
+        "pnc": (prompt.punctuation, usual.punctuation),
+    }
+    return {
+        name: value
+        for name, (value, implied) in values.items()
+        if name in stated or value != implied
+    }

@@ -50,10 +50,11 @@ def find(arguments: Iterable[str]) -> list[Source]:
     return list(sources.values())
 
 
-def of_manifest(path: Path, *, language: str, untranscribed: bool = False) -> list[Source]:
+def of_manifest(path: Path, *, prompt: Prompt) -> list[Source]:
+    """Return the recordings of a manifest; what a line does not say is as in ``prompt``."""
     from effasr.data.manifest.reader import named
 
-    utterances = named(path, language=language, untranscribed=untranscribed)
+    utterances = named(path, prompt=prompt, untranscribed=True)
     sources = [_of_utterance(name, utterance) for name, utterance in utterances]
     if not sources:
         raise ValueError(f"{path}: holds no utterances.")
