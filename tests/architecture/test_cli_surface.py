@@ -26,6 +26,7 @@ DECODING = [
     "--gap S",
     "--frame-budget N",
 ]
+PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]
 SECOND_PASS = ["--second-lm LM", "--second-lm-weight W", "--second-word-bonus B"]
 CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME"]
 SURFACE = {
@@ -59,20 +60,19 @@ SURFACE = {
     ],
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
-        *RUN, *AVERAGED, "--manifest MANIFEST!", "--language LANG", "--normalizer NORMALIZER",
+        *RUN, *AVERAGED, "--manifest MANIFEST!", *PROMPT, "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],
     "tune": [
-        "RUN", *AVERAGED, "DEV", "--output FILE.yaml", "--language LANG", "--normalizer NORMALIZER",
+        "RUN", *AVERAGED, "DEV", "--output FILE.yaml", *PROMPT, "--normalizer NORMALIZER",
         *DECODING, "--nbest N", *SECOND_PASS, *CORRECTOR,
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
-        *RUN, *AVERAGED, "FILE...", "--manifest MANIFEST", "--language LANG",
-        "--target-language LANG",
-        "--punctuation --no-punctuation", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
+        *RUN, *AVERAGED, "FILE...", "--manifest MANIFEST", *PROMPT,
+        "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
@@ -83,7 +83,7 @@ SURFACE = {
         "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,
     ],
     "make-correction-data": [
-        "RUN", "MANIFEST", "OUT.jsonl", "--language LANG", "--source NAME", *DECODING,
+        "RUN", "MANIFEST", "OUT.jsonl", *PROMPT, "--source NAME", *DECODING,
         "--nbest N", *SECOND_PASS,
     ],
     "chat": [
