@@ -78,6 +78,12 @@ def add(command: AddCommand) -> None:
     )
     add_prompt(parser, "language spoken in recordings whose manifest does not name one")
     parser.add_argument(
+        "--track",
+        type=at_least(0),
+        metavar="N",
+        help="audio track of containers such as MKV, from 0 (default: 0); needs ffmpeg",
+    )
+    parser.add_argument(
         "--format",
         choices=("text", "json", "srt", "vtt", "ctm"),
         default="text",
@@ -341,6 +347,8 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
             "`--stream` must have no other input than standard input: leave out FILE and "
             "--manifest."
         )
+    if options.track is not None:
+        raise ValueError("`--track` must be left out with `--stream`, whose samples are one track.")
     if options.output is not None or options.continued:
         raise ValueError(
             "`--stream` must write to standard output: leave out `--output` and `--continue`."
@@ -360,6 +368,8 @@ def _sources(options: argparse.Namespace, default: Prompt, copy: IO[bytes]) -> l
             replace(item, prompt=with_prompt_options(item.prompt or default, options))
             for item in listed
         ]
+    if options.track:
+        sources = [replace(source, track=options.track) for source in sources]
     return sources
 
 

@@ -118,6 +118,7 @@ def _load(source: Source, sample_rate: int) -> np.ndarray | AudioStream:
         offset=source.offset,
         duration=source.duration,
         channels=source.channels,
+        track=source.track,
     )
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import IO, BinaryIO, cast
@@ -44,6 +44,8 @@ _FORMATS = (
 _MEMORY_BYTES = 4 << 30
 
 _BLOCK_S = 10
+_LEAST_HOLE_S = 0.1  # as in aresample: less is the delay of a codec
+_SILENCE = 1 << 18  # samples
 _BYTES = 4  # per float32 sample
 
 _WHO = re.compile(r"^\[[^\]]*\] ")  # prefix of ffmpeg's messages: a component and its address
@@ -55,18 +57,24 @@ def ffmpeg_blocks(
     reason: str,
     offset: float = 0.0,
     duration: float | None = None,
+    track: int = 0,
 ) -> Generator[np.ndarray]:
-    """Decode the first audio track of a file to blocks of float32 (samples,), mono."""
+    """Decode an audio track of a file to blocks of float32 (samples,), mono.
+
+    Time is that of the container: what is missing before the audio, or in it, is silence.
+    """
     size = regular_file_size(path)
     # Seeking to 0 has an effect: it shifts some formats by the delay of their codec.
     begin = ["-ss", _seconds(offset)] if offset else []
     length = [] if duration is None else ["-t", _seconds(duration)]
     command = [
-        *_reading(path, reason, "error", begin),
+        *_reading(path, reason, begin, track),
         *length,
         *("-ac", "1", "-ar", str(sample_rate), "-f", "f32le", "pipe:1"),
     ]
-    return _blocks(command, str(path), _BLOCK_S * sample_rate * _BYTES, SAMPLES_PER_BYTE * size)
+    most = SAMPLES_PER_BYTE * size
+    longest = most if duration is None else min(most, round(duration * sample_rate))
+    return _blocks(command, str(path), sample_rate, most, longest)
 
 
 def write_flac(path: str | Path, target: Path, reason: str) -> None:
@@ -77,8 +85,8 @@ def write_flac(path: str | Path, target: Path, reason: str) -> None:
     """
     most = _MAX_CHANNELS * SAMPLES_PER_BYTE * regular_file_size(path)
     command = [
-        *_reading(path, reason, "level+info", []),
-        *("-af", "aresample=async=1:first_pts=0", "-c:a", "pcm_s16be", "-f", "au", "pipe:1"),
+        *_reading(path, reason, []),
+        *("-c:a", "pcm_s16be", "-f", "au", "pipe:1"),
     ]
     with tempfile.TemporaryFile() as log, tempfile.TemporaryFile(dir=target.parent) as file:
         with closing(_chunks(command, str(path), _BLOCK_S * 64_000, log)) as chunks:
@@ -97,10 +105,12 @@ def write_flac(path: str | Path, target: Path, reason: str) -> None:
             raise AudioError(AudioProblem.EMPTY, f"{path}: ffmpeg gives no samples.")
         file.seek(0)
         with soundfile.SoundFile(cast("BinaryIO", file)) as audio:
+            before = _silence_before(log, audio.samplerate)
             stated = None if _GUESSED.search(words) else _DURATION.search(words)
             if stated is not None:
                 hours, minutes, seconds = map(float, stated.groups())
-                missing = 3600 * hours + 60 * minutes + seconds - audio.frames / audio.samplerate
+                there = (before + audio.frames) / audio.samplerate
+                missing = 3600 * hours + 60 * minutes + seconds - there
                 if missing > LOSSY_TOLERANCE:
                     raise AudioError(
                         AudioProblem.DURATION,
@@ -111,20 +121,47 @@ def write_flac(path: str | Path, target: Path, reason: str) -> None:
                 atomic_file(target) as copy,
                 soundfile.SoundFile(cast("BinaryIO", copy), "w", *shape, format="FLAC") as flac,
             ):
+                for block in _silence(before, audio.channels):
+                    flac.write(block)
                 for block in audio.blocks(1 << 16, dtype="int16"):
                     flac.write(block)
 
 
 _MAX_CHANNELS = 8  # of FLAC
-# Lines such as "[aac @ 0x5] [error] partial file", and warnings of packets that are not whole.
-_PROBLEM = re.compile(r"^.*\[(?:error|fatal|warning(?=\].*[Cc]orrupt))\] (.*)", re.MULTILINE)
+# Lines such as "[aac @ 0x5] [error] partial file", and warnings of packets that are not whole. The
+# times of samples overlap a little where their rate changes.
+_PROBLEM = re.compile(
+    r"^(?:\[[^\]\n]*@[^\]\n]*\] )?\[(?:error|fatal|warning(?=\].*[Cc]orrupt))\] "
+    r"((?!.*non monotonically).*)",
+    re.MULTILINE,
+)
 # Videos may be longer than their audio; of raw streams ffmpeg guesses how long they are.
 _GUESSED = re.compile(r"Video: |Estimating duration")
 _DURATION = re.compile(r"Duration: (\d+):(\d+):(\d+\.\d+)")
+_QUIET = re.compile(r"^(?:\[[^\]]*@[^\]]*\] )?\[(?:info|warning)\]")
+_NO_TRACK = re.compile(r"Stream map '0:a:(\d+)' matches no streams")
+_MAX_LOG = 1 << 22  # bytes; texts in a file, such as lyrics, are logged too
 
 
-def _reading(path: str | Path, reason: str, level: str, begin: list[str]) -> list[str]:
-    """Return the part of a command that reads the first audio track of a file."""
+# Fills holes between the times of packets, and logs the time of the first one. `first_pts` of
+# aresample would fill the time before it, but again at each change of the sample rate.
+_TIMELINE = (
+    "aresample=async=1,asplit[samples][first];[first]aselect=eq(n\\,0),ashowinfo,anullsink;"
+    "[samples]anull"
+)
+_FIRST = re.compile(rb"ashowinfo.* pts_time:(-?[\d.]+)")
+
+
+def _silence_before(log: IO[bytes], sample_rate: int) -> int:
+    """Return the number of samples before the first one, once that has been read."""
+    # ffmpeg writes at the position of the file, which must not change.
+    first = _FIRST.search(os.pread(log.fileno(), _MAX_LOG, 0))
+    seconds = 0.0 if first is None else float(first[1])
+    return round(seconds * sample_rate) if seconds >= _LEAST_HOLE_S else 0
+
+
+def _reading(path: str | Path, reason: str, begin: list[str], track: int = 0) -> list[str]:
+    """Return the part of a command that reads an audio track of a file."""
     program = shutil.which("ffmpeg")
     if program is None:
         raise AudioError(
@@ -133,9 +170,13 @@ def _reading(path: str | Path, reason: str, level: str, begin: list[str]) -> lis
         )
     return [
         # A decoder would have a thread for each core, and memory of its own in each.
-        *(program, "-nostdin", "-hide_banner", "-nostats", "-loglevel", level, "-threads", "1"),
+        *(program, "-nostdin", "-hide_banner", "-nostats", "-threads", "1"),
+        *("-loglevel", "level+info"),
         *("-protocol_whitelist", "file", "-format_whitelist", ",".join(_FORMATS), *begin),
-        *("-i", f"file:{os.fspath(path)}", "-map", "0:a:0", "-vn", "-sn", "-dn"),
+        # Without an offset, the time of MPEG streams begins with the audio, not with the video.
+        *("-itsoffset", "0.000001"),
+        *("-i", f"file:{os.fspath(path)}", "-map", f"0:a:{track}", "-vn", "-sn", "-dn"),
+        *("-af", _TIMELINE),
     ]
 
 
@@ -144,28 +185,44 @@ def _seconds(value: float) -> str:
     return f"{value:.6f}"
 
 
-def _blocks(command: list[str], name: str, size: int, most: int) -> Generator[np.ndarray]:
+def _blocks(
+    command: list[str], name: str, sample_rate: int, most: int, longest: int
+) -> Generator[np.ndarray]:
+    """Yield up to ``longest`` samples; more than ``most`` are an error."""
     with tempfile.TemporaryFile() as log:
-        remaining = most
-        with closing(_chunks(command, name, size, log)) as chunks:
-            for data in chunks:
-                samples = np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
-                if not len(samples):
-                    continue
+        count = 0
+        with closing(_chunks(command, name, _BLOCK_S * sample_rate * _BYTES, log)) as chunks:
+            for samples in _samples(chunks, log, sample_rate):
                 if not np.isfinite(samples).all():
                     raise AudioError(
                         AudioProblem.NOT_FINITE, f"{name}: a sample is NaN or infinite."
                     )
-                remaining -= len(samples)
-                if remaining < 0:
+                block = samples[: max(0, longest - count)]
+                count += len(samples)
+                if count > most:
                     raise AudioError(
                         AudioProblem.UNREADABLE,
                         f"{name}: ffmpeg gives more than {most} samples, which the file cannot "
                         "hold.",
                     )
-                yield samples
-        if remaining == most:
+                if len(block):
+                    yield block
+        if not count:
             raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, 0)}")
+
+
+def _samples(chunks: Iterator[bytes], log: IO[bytes], sample_rate: int) -> Iterator[np.ndarray]:
+    for number, data in enumerate(chunks):
+        samples = np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
+        if not number:
+            yield from (block[:, 0] for block in _silence(_silence_before(log, sample_rate), 1))
+        yield samples
+
+
+def _silence(samples: int, channels: int) -> Iterator[np.ndarray]:
+    """Yield zeros, 16 bits or float32 alike: (samples, channels)."""
+    for begin in range(0, samples, _SILENCE):
+        yield np.zeros((min(_SILENCE, samples - begin), channels), np.float32)
 
 
 def _chunks(command: list[str], name: str, size: int, log: IO[bytes]) -> Generator[bytes]:
@@ -214,13 +271,14 @@ def _read(pipe: IO[bytes], size: int, name: str) -> bytes:
 
 
 def _last_words(log: IO[bytes], code: int) -> str:
-    size = log.seek(0, os.SEEK_END)
-    log.seek(max(0, size - 4096))
-    lines = log.read().decode("utf-8", "replace").split("\n")
-    messages = [line.strip() for line in lines if line.strip()]
+    lines = os.pread(log.fileno(), _MAX_LOG, 0).decode("utf-8", "replace").split("\n")
+    messages = [line.strip() for line in lines if line.strip() and not _QUIET.search(line)]
     if (problem := _PROBLEM.search("\n".join(messages))) is not None:
         messages = [problem[1]]
     if messages and "not on whitelist" in messages[0]:
         return "not a format that has its audio in the file itself."
+    if messages and (missing := _NO_TRACK.search(messages[0])):
+        number = int(missing[1])
+        return f"no audio track {number}: tracks count from 0." if number else "no audio track."
     # The first line names the cause, the last only its consequence.
     return _WHO.sub("", messages[0])[:200] if messages else f"no audio (exit code {code})."

@@ -13,6 +13,10 @@ AUDIO_SUFFIXES = tuple(
         *("wav", "flac", "ogg", "oga", "opus", "mp3", "aiff", "aif", "aifc", "au", "snd", "caf"),
         *("w64", "rf64", "sph", "m4a", "mp4", "m4b", "aac", "webm", "mkv", "mka", "mov", "avi"),
         *("wma", "amr", "3gp", "ac3", "ts", "mp2", "m4v", "mpg", "mpeg", "mts", "flv", "wv", "ape"),
+        *("3g2", "3gpp", "asf", "awb", "divx", "dsf", "dts", "dv", "eac3", "f4v", "gsm", "iff"),
+        *("m2a", "m2t", "m2ts", "m4r", "mj2", "mk3d", "mpa", "mpc", "mxf", "nut", "ogm", "ogv"),
+        *("oma", "qcp", "qt", "ra", "rm", "rmvb", "shn", "spx", "tak", "tta", "voc", "vob", "wave"),
+        *("weba", "wmv", "wtv", "xwma"),
     )
 )
 """Suffixes of recordings; those that soundfile cannot read are listed by name, not passed over."""

@@ -39,14 +39,18 @@ def open_stream(
     offset: float = 0.0,
     duration: float | None = None,
     channels: Sequence[int] | None = None,
+    track: int = 0,
 ) -> AudioStream:
     """Open a file, or a part of it, as mono; by ffmpeg where soundfile cannot read it."""
     try:
+        if track and not isinstance(path, TarMember):
+            raise UnknownFormat(AudioProblem.UNREADABLE, f"{path}: has track {track} by ffmpeg.")
         file = open_part(path, offset, duration)
     except UnknownFormat as error:
         if isinstance(path, TarMember) or channels is not None:
             raise
-        return AudioStream(ffmpeg_blocks(path, sample_rate, str(error), offset, duration))
+        blocks = ffmpeg_blocks(path, sample_rate, str(error), offset, duration, track)
+        return AudioStream(blocks)
     try:
         if duration is None:
             file.check_complete()

@@ -29,6 +29,7 @@ class Source:
     offset: float = 0.0  # start in the file, in seconds
     duration: float | None = None  # duration in seconds; None if it ends with the file
     channels: tuple[int, ...] | None = None  # channels of the file to average; None for all
+    track: int = 0  # number of the audio track in a container, from 0
     cut: Cut | None = None  # cut of a manifest of cuts, if it has one
     prompt: Prompt | None = None  # requested by its manifest
     problem: str | None = None  # why there is nothing to transcribe
