@@ -103,9 +103,11 @@ class Workload:
     def _layout(self, lengths: list[int], rows: int) -> PackedLayout:
         sequences = max(len(lengths), self.sequences or -(-self.rows // 8))
         longest = round(_LONGEST_SECONDS * FRAMES_PER_SECOND)
-        return PackedLayout.from_lengths(
+        layout = PackedLayout.from_lengths(
             lengths, self.device, rows=rows, num_sequences=sequences, static_max_seqlen=longest
         )
+        # As in training, where all layers share them.
+        return layout.with_tile_tables()
 
     def draw(self, *shape: int, scale: float = 1.0) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(sum(shape))

@@ -399,9 +399,9 @@ def attention(
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         q, k, v = (packed[name] for name in "qkv")
         layout = q.layout if longest is None else _bounded(q.layout, longest)
-        layout = layout.with_tile_tables() if tables else layout
+        layouts = layout, layout if lengths_k is None else k.layout
         return effasr_kernels.attention(
-            *(q.values, k.values, v.values, layout, None if lengths_k is None else k.layout),
+            *(q.values, k.values, v.values, *(_tabled(*layouts) if tables else layouts)),
             position=position_for(position, shared),
             context=context,
             backend=backend,
@@ -417,11 +417,19 @@ def attention(
     return _case(run, packed, shared, results=("q",))
 
 
-def guided_attention(lengths, lengths_k=None, *, heads=2, width=4, sigma=0.3, **options):
+def _tabled(layout_q: PackedLayout, layout_k: PackedLayout) -> tuple[PackedLayout, PackedLayout]:
+    tabled = layout_q.with_tile_tables()
+    return tabled, tabled if layout_k is layout_q else layout_k.with_tile_tables()
+
+
+def guided_attention(
+    lengths, lengths_k=None, *, heads=2, width=4, sigma=0.3, tables=False, **options
+):
     def run(packed: Packed, shared: Shared, backend: str | None) -> tuple[Tensor, Tensor]:
         q, k, v = (packed[name] for name in "qkv")
+        layouts = q.layout, k.layout
         return effasr_kernels.guided_attention(
-            *(q.values, k.values, v.values, q.layout, k.layout),
+            *(q.values, k.values, v.values, *(_tabled(*layouts) if tables else layouts)),
             sigma=sigma,
             backend=backend,
             **options,

@@ -84,7 +84,9 @@ def locate_tile(tiles, cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
         sequence = tl.load(tiles + tile * 4)
         begin = tl.load(tiles + tile * 4 + 1).to(tl.int64)
         length = tl.load(tiles + tile * 4 + 2)
-        start = tl.load(tiles + tile * 4 + 3)
+        # The compiler sees in a search that it is a multiple, and in a table it does not: without
+        # it, no vector of elements that begins there is aligned.
+        start = tl.multiple_of(tl.load(tiles + tile * 4 + 3), BLOCK)
     return sequence, begin, length, start
 
 

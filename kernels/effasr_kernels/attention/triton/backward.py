@@ -226,12 +226,14 @@ def attention_backward_kv(
 
     if DROPOUT:
         acc_v *= scale_kept
-    # A single key has a zero gradient of its score, as above.
-    acc_k *= tl.where(length_k == 1, 0.0, scale)
     # Located again, as no register is left for it in the loop.
-    _, first_k, _, start = locate_tile(
+    _, first_k, length_k, start = locate_tile(
         tiles, cu_seqlens_k, sequences, rows_k, tl.program_id(0), BLOCK_N
     )
+    in_columns = start + n < length_k
+    k_mask = in_columns[:, None] & in_width[None, :]
+    # A single key has a zero gradient of its score, as above.
+    acc_k *= tl.where(length_k == 1, 0.0, scale)
     grad_begin = (first_k + start) * grad_row + key_head * WIDTH
     k_offset = n[:, None] * grad_row + d[None, :]
     tl.store(grad_v + grad_begin + k_offset, acc_v.to(grad_v.dtype.element_ty), mask=k_mask)
