@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from effasr.transcription.results import Segment
 
 
+_INTERRUPTED = 130  # exit code
+
+
 def add(command: AddCommand) -> None:
     parser = command(
         "transcribe",
@@ -146,6 +149,7 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from effasr.transcription.inputs.arrival import Interruption
     from effasr.transcription.outputs.writers import ResultWriter
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
@@ -167,10 +171,10 @@ def run(options: argparse.Namespace) -> int:
         every, sources = len(sources), writer.missing(sources)
         have = every - len(sources)
         _note(f"skipping {have} of {every} recordings that have an output file")
-    failed, missing = 0, _MissingTimestamps()
+    complete, failed, missing = 0, 0, _MissingTimestamps()
     # Hide the progress bar while results are written to the same terminal.
     shared = options.output is None and sys.stdout.isatty()
-    with TranscriptionProgress(len(sources)) as progress:
+    with Interruption() as interruption, TranscriptionProgress(len(sources)) as progress:
         results = transcribe(
             loaded.model,
             loaded.tokenizer,
@@ -178,6 +182,7 @@ def run(options: argparse.Namespace) -> int:
             prompt=with_prompt_options(default, options),
             config=decoding,
             on_audio=progress.add_audio,
+            interruption=interruption,
         )
         for result in results:
             with progress.hidden() if shared else nullcontext():
@@ -185,12 +190,20 @@ def run(options: argparse.Namespace) -> int:
             if isinstance(result, Transcription):
                 missing.add(result.segments)
             problem = result if isinstance(result, Failure) else problem
-            if problem is not None:
+            reason = None if problem is None else problem.reason
+            if isinstance(result, Transcription) and result.partial is not None:
+                reason = f"{result.id}: only {result.duration:.1f} s: {result.partial}"
+            complete += reason is None
+            if reason is not None:
                 failed += 1
                 with progress.hidden():
-                    _note(problem.reason)
+                    _note(reason)
             progress.done()
     missing.report(options)
+    if interruption.requested:
+        again = "" if options.output is None else "; --continue transcribes the others"
+        _note(f"interrupted after {complete} of {len(sources)} recordings{again}")
+        return _INTERRUPTED
     sys.stderr.write(
         f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
         f"{results.rtfx:.1f}" + (f", {failed} failed\n" if failed else "\n")
@@ -207,17 +220,21 @@ def _stream(
 ) -> int:
     """Transcribe standard input, writing each segment as soon as it is known."""
     from effasr.data.prompt import WITHOUT_SPACES
+    from effasr.transcription.inputs.arrival import Interruption
     from effasr.transcription.online import online_recognizer, transcribe_online
     from effasr.transcription.outputs.writers import StreamWriter
     from effasr.transcription.recognizer import Recognizer
     from effasr.transcription.streaming import RawFormat, raw_blocks, transcribe_stream
 
+    interruption = Interruption()
     form = RawFormat(
         sample_rate=options.sample_rate or 16_000,
         channels=options.channels or 1,
         encoding=options.encoding or "s16le",
     )
-    blocks = raw_blocks(sys.stdin.buffer, form, loaded.model.config.features.sample_rate)
+    # Without a buffer: its lock would keep a process alive that a signal ends.
+    source = getattr(sys.stdin.buffer, "raw", sys.stdin.buffer)
+    blocks = raw_blocks(source, form, loaded.model.config.features.sample_rate)
     if _is_online(loaded, prompt, decoding):
         online = online_recognizer(
             loaded.model,
@@ -226,7 +243,7 @@ def _stream(
             latency_seconds=options.latency,
             spaces=prompt.target not in WITHOUT_SPACES,
         )
-        segments = transcribe_online(online, blocks)
+        segments = transcribe_online(online, blocks, interruption)
     else:
         recognizer = Recognizer(loaded.model, loaded.tokenizer, decoding)
         latency = 10.0 if options.latency is None else options.latency
@@ -235,13 +252,16 @@ def _stream(
                 "`--latency` must be at least 1 s with a model that was not trained with limited "
                 f"contexts (model.encoder.context), but is {latency:g} s."
             )
-        segments = transcribe_stream(recognizer, blocks, prompt, latency_seconds=latency)
+        segments = transcribe_stream(
+            recognizer, blocks, prompt, latency_seconds=latency, interruption=interruption
+        )
     missing, writer = _MissingTimestamps(), StreamWriter(_style(options), "stream", layout)
-    for segment in segments:
-        writer.write(segment)
-        missing.add([segment])
+    with interruption:
+        for segment in segments:
+            writer.write(segment)
+            missing.add([segment])
     missing.report(options)
-    return 0
+    return _INTERRUPTED if interruption.requested else 0
 
 
 def _is_online(loaded: LoadedModel, prompt: Prompt, decoding: DecodingConfig) -> bool:

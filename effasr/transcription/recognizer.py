@@ -32,6 +32,7 @@ from effasr.transcription.decode_queue import (
     ConversationBatches,
     SingleBatches,
 )
+from effasr.transcription.inputs.arrival import Interruption
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
 from effasr.transcription.inputs.prefetch import prefetch
@@ -43,6 +44,7 @@ from effasr.transcription.recordings import (
     Piece,
     Request,
     take_finished,
+    take_interrupted,
 )
 from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
 from effasr.transcription.second_pass.corrector import load_corrector
@@ -108,7 +110,10 @@ class Recognizer:
         ).open()
 
     def results(
-        self, requests: Iterable[Request], on_audio: Callable[[float], None] | None = None
+        self,
+        requests: Iterable[Request],
+        on_audio: Callable[[float], None] | None = None,
+        interruption: Interruption | None = None,
     ) -> Iterator[Result]:
         """Transcribe recordings, in order, with a bounded amount of audio in memory.
 
@@ -117,15 +122,18 @@ class Recognizer:
         Streams are read, decoded and dropped chunk by chunk. The model is in evaluation mode while
         it decodes, and in its former mode when a result is yielded. A recording that cannot be
         loaded, whose prompt is refused, or of which a single chunk exceeds the GPU's memory gives a
-        `Failure`; the others go on.
+        `Failure`; the others go on. An interruption ends the results with what is decoded.
         """
-        results = self._results(requests, on_audio)
+        results = self._results(requests, on_audio, interruption or Interruption())
         if self._second is not None:
             results = self._second.results(results)
         return results if self._corrector is None else self._corrector.results(results)
 
     def _results(
-        self, requests: Iterable[Request], on_audio: Callable[[float], None] | None
+        self,
+        requests: Iterable[Request],
+        on_audio: Callable[[float], None] | None,
+        interruption: Interruption,
     ) -> Iterator[Result]:
         decoder = self._batch_decoder()
         # Streamed speech comes in many calls, each too short to justify packing all weights.
@@ -144,7 +152,12 @@ class Recognizer:
                     self._decode_window(decoder, window, on_audio)
                     window, frames = [], 0
                     yield from take_finished(unfinished)
+                if interruption.requested:
+                    break
             yield from take_finished(unfinished)
+            if interruption.requested:
+                yield from take_interrupted(unfinished)
+                return
         self._decode_window(decoder, window, on_audio)
         self._decode_batch(decoder, [], on_audio)
         yield from take_finished(unfinished)

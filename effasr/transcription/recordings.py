@@ -16,6 +16,7 @@ from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk
 from effasr.transcription.inputs.prefetch import prefetch
 from effasr.transcription.results import (
+    INTERRUPTED,
     Alternative,
     Failure,
     Result,
@@ -67,6 +68,7 @@ class OpenRecording:
     prompt: list[int] = field(default_factory=list)  # tokens that the decoder reads first
     pieces: list[Piece] = field(default_factory=list)  # chunks read so far
     failure: str | None = None  # why there is no transcript; None otherwise
+    partial: str | None = None  # why the transcript is not that of the whole recording
     first: list[Piece] = field(default_factory=list)  # chunks that were read ahead
     coming: Iterator[Piece] = field(default_factory=lambda: iter(()))  # the other chunks
     read: bool = False  # whether all chunks have been read
@@ -109,7 +111,21 @@ class OpenRecording:
         prompt = self.request.prompt
         space = "" if prompt.target in WITHOUT_SPACES else " "
         text = space.join(segment.text for segment in segments if segment.text)
-        return Transcription(self.request.id, self.duration, text, segments, space, prompt)
+        return Transcription(
+            self.request.id, self.duration, text, segments, space, prompt, self.partial
+        )
+
+
+def take_interrupted(recordings: deque[OpenRecording]) -> Iterator[Result]:
+    """Yield the transcripts of what is decoded, from the beginning of each recording on."""
+    for recording in recordings:
+        if recording.failure is None and not recording.finished:
+            recording.pieces = list(itertools.takewhile(lambda p: p.decoded, recording.pieces))
+            recording.partial = INTERRUPTED
+            if recording.pieces:
+                recording.duration = recording.pieces[-1].chunk.end / recording.sample_rate
+        if recording.pieces and recording.failure is None:
+            yield recording.result()
 
 
 def take_finished(recordings: deque[OpenRecording]) -> Iterator[Result]:

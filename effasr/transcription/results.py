@@ -132,6 +132,13 @@ class Segment:
     def confidence(self) -> float | None:
         return confidence([self.score])
 
+    def later(self, seconds: float) -> Self:
+        """Return the segment with times that count from another beginning."""
+        words = self.words and tuple(
+            replace(word, start=word.start + seconds, end=word.end + seconds) for word in self.words
+        )
+        return replace(self, start=self.start + seconds, end=self.end + seconds, words=words)
+
     def as_row(self) -> dict[str, Any]:
         row: dict[str, Any] = {
             "start": round(self.start, 3),
@@ -163,6 +170,10 @@ class Segment:
         return row
 
 
+INTERRUPTED = "interrupted"
+"""Why a transcript is partial that a signal has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transcription:
     """The text of ``duration`` seconds of a recording; ``space`` separates those of chunks."""
@@ -173,6 +184,7 @@ class Transcription:
     segments: tuple[Segment, ...]
     space: str = " "
     prompt: Prompt = field(default_factory=Prompt)
+    partial: str | None = None  # why it is not that of the whole recording
 
     def with_segments(self, segments: Sequence[Segment]) -> Self:
         text = self.space.join(segment.text for segment in segments if segment.text)
@@ -196,12 +208,13 @@ class Transcription:
         return any(segment.truncated for segment in self.segments)
 
     def as_row(self) -> dict[str, Any]:
-        return {
+        row = {
             "id": self.id,
             "duration": round(self.duration, 3),
             "text": self.text,
             "segments": [segment.as_row() for segment in self.segments],
         }
+        return row if self.partial is None else row | {"partial": self.partial}
 
 
 @dataclass(frozen=True, slots=True)

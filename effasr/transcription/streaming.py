@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 import numpy as np
@@ -12,8 +12,8 @@ import soxr
 from effasr.data.audio.waveform import AudioError, AudioProblem, is_plausible
 from effasr.data.prompt import Prompt
 from effasr.nn.checks import check, check_positive
+from effasr.transcription.inputs.arrival import Interruption, arriving
 from effasr.transcription.inputs.chunking import Chunk, quietest
-from effasr.transcription.inputs.prefetch import ahead
 from effasr.transcription.inputs.vad import HOP_SECONDS, is_speech, loudness
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr.transcription.results import Failure, Segment
@@ -89,13 +89,16 @@ def _resampled(
 
 
 def cut_stream(
-    blocks: Iterable[np.ndarray],  # float (samples,) each, mono, as they arrive
+    blocks: Iterable[np.ndarray | None],  # float (samples,), mono, as they arrive; None: stalled
     sample_rate: int,
     *,
     latency_seconds: float = 10.0,
     pause_seconds: float = 0.5,
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Split arriving audio at pauses, without silence, by the loudness of the last half minute."""
+    """Split arriving audio at pauses, without silence, by the loudness of the last half minute.
+
+    Where the source is stalled, what is held is cut off as if there were a pause.
+    """
     latency = latency_seconds
     check(latency >= 1.0, "latency_seconds", "be at least 1", latency)
     rule = f"be from 0.1 to half of `latency_seconds` = {latency}"
@@ -103,15 +106,18 @@ def cut_stream(
     return _cut(blocks, _StreamCutter(sample_rate, latency_seconds, pause_seconds))
 
 
-def _cut(blocks: Iterable[np.ndarray], cutter: _StreamCutter) -> Iterator[tuple[Chunk, np.ndarray]]:
+def _cut(
+    blocks: Iterable[np.ndarray | None], cutter: _StreamCutter
+) -> Iterator[tuple[Chunk, np.ndarray]]:
     # Loudness is that of 10 ms: to look at all that is held for each sample would take too long.
     parts, count = [], 0
     for block in blocks:
-        parts.append(block)
-        count += len(block)
-        if count >= cutter.hop:
+        if block is not None:
+            parts.append(block)
+            count += len(block)
+        if block is None or count >= cutter.hop:
             cutter.held, parts, count = np.concatenate([cutter.held, *parts]), [], 0
-            yield from cutter.cut()
+            yield from cutter.cut(ended=block is None)
     cutter.held = np.concatenate([cutter.held, *parts])
     yield from cutter.cut(ended=True)
 
@@ -181,10 +187,12 @@ def transcribe_stream(
     prompt: Prompt,
     *,
     latency_seconds: float = 10.0,
+    interruption: Interruption | None = None,
 ) -> Iterator[Segment]:
     """Transcribe blocks, float32 (samples,), that a thread reads; yields segments at pauses."""
     recognizer.prompt(prompt)
-    chunks = cut_stream(ahead(blocks), recognizer.sample_rate, latency_seconds=latency_seconds)
+    blocks_or_stalls = arriving(blocks, interruption)
+    chunks = cut_stream(blocks_or_stalls, recognizer.sample_rate, latency_seconds=latency_seconds)
     return _transcribed(recognizer, chunks, prompt)
 
 
@@ -199,11 +207,4 @@ def _transcribed(
                 raise ValueError(result.reason)
             for segment in result.segments:
                 if segment.text:
-                    yield _later(segment, chunk.start / rate)
-
-
-def _later(segment: Segment, seconds: float) -> Segment:
-    words = segment.words and tuple(
-        replace(word, start=word.start + seconds, end=word.end + seconds) for word in segment.words
-    )
-    return replace(segment, start=segment.start + seconds, end=segment.end + seconds, words=words)
+                    yield segment.later(chunk.start / rate)

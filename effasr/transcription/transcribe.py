@@ -17,6 +17,7 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel
+from effasr.transcription.inputs.arrival import Interruption
 from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.json_files import json_line, one_line
@@ -64,6 +65,7 @@ def transcribe(
     prompt: Prompt | None = None,
     config: DecodingConfig | None = None,
     on_audio: Callable[[float], None] | None = None,
+    interruption: Interruption | None = None,
 ) -> TranscriptionRun:
     """Transcribe recordings of any sample rate, number of channels and length.
 
@@ -79,6 +81,8 @@ def transcribe(
             default.
         config: The default configuration by default.
         on_audio: Called after each batch, with the seconds of audio in it.
+        interruption: Ends the results when it is requested: recordings that are decoded in part
+            have a transcript that is marked as partial.
 
     Raises:
         ValueError: The tokenizer does not know the prompt's languages, CTC is asked to translate,
@@ -88,15 +92,22 @@ def transcribe(
     recognizer = Recognizer(model, tokenizer, config)
     recognizer.prompt(prompt)  # a wrong prompt is the caller's error, not that of each file
     requests = (_request(source, prompt, recognizer.sample_rate) for source in sources)
-    return TranscriptionRun(recognizer.results(requests, on_audio))
+    return TranscriptionRun(recognizer.results(requests, on_audio, interruption))
 
 
 def render(result: Result, style: Literal["text", "jsonl"]) -> str:
     """Return a result as one line: id, tab and text, or its JSON object."""
     if style == "jsonl":
         return json_line(result.as_row())
-    text = result.text if isinstance(result, Transcription) else f"failed: {result.reason}"
+    text = full_text(result) if isinstance(result, Transcription) else f"failed: {result.reason}"
     return f"{one_line(result.id)}\t{one_line(text)}\n"
+
+
+def full_text(result: Transcription) -> str:
+    """Return the text of a transcript, with a mark if it is partial."""
+    if result.partial is None:
+        return result.text
+    return f"{result.text} [partial: {one_line(result.partial)}]".lstrip()
 
 
 def _request(source: str | Path | Source | Waveform, prompt: Prompt, sample_rate: int) -> Request:

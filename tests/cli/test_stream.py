@@ -2,14 +2,18 @@
 
 import io
 import json
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from effasr.transcription.inputs import arrival
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.results import Segment, Transcription
 
@@ -144,3 +148,51 @@ def test_what_has_no_times_is_counted(effasr, workplace):
         segments = json.loads(done.out)["segments"]
         missing = sum(segment.get("words", ()) is None for segment in segments)
         assert (f"{missing} of 1 segments have no word timestamps" in done.err) == (missing > 0)
+
+
+class Stalled:
+    """A recorder that sends a word without a pause behind it, and then nothing until it is let."""
+
+    def __init__(self, action):
+        self._parts = [pcm(said()[: 4 * RATE])]
+        self._action = action
+
+    def read1(self, size):
+        return self._parts.pop(0) if self._parts else self._action() or b""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_stream_with_the_last_sentence(
+    effasr, workplace, two_words, monkeypatch, number
+):
+    ended = threading.Event()
+
+    def action():
+        os.kill(os.getpid(), number)
+        ended.wait(60)
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Stalled(action)))
+    monkeypatch.setattr(arrival, "_STALL_S", 60.0)
+    before = signal.getsignal(number)
+    try:
+        done = effasr("transcribe", "--run", workplace.run, "--stream")
+    finally:
+        ended.set()
+    assert (done.code, done.out) == (130, "a b\n")
+    assert signal.getsignal(number) == before
+
+
+def test_a_stalled_source_ends_a_sentence(effasr, workplace, two_words, monkeypatch):
+    output = Flushed()
+    seen = []
+
+    def action():
+        deadline = time.monotonic() + 60
+        while not output.seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(output.seen)
+
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Stalled(action)))
+    done = effasr("transcribe", "--run", workplace.run, "--stream")
+    assert (done.code, seen, output.seen) == (0, ["a b\n"], "a b\n")

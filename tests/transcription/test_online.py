@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -14,9 +15,17 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
+from effasr.transcription.inputs import arrival
 from effasr.transcription.inputs.vad import is_speech, loudness
-from effasr.transcription.online import OnlineRecognizer, OnlineStream, context_for, is_streamable
+from effasr.transcription.online import (
+    OnlineRecognizer,
+    OnlineStream,
+    context_for,
+    is_streamable,
+    transcribe_online,
+)
 from effasr.transcription.recognizer import Recognizer
+from effasr.transcription.results import Segment
 from effasr.transcription.word_timestamps import word_timestamps
 from effasr_kernels import Context
 from tests.support.streaming_model import CONTEXTS, HEADS, RATE, encoded_by, pieces, recognized
@@ -325,3 +334,24 @@ def test_a_model_that_looks_ahead_is_refused(streaming_model, model, tokenizer) 
             OnlineRecognizer(streaming_model("ctc"), tokenizer, context=long)
     with pytest.raises(ValueError, match=r"`model\.encoder\.context` must be given"):
         context_for(whole, 0.2)
+
+
+def test_a_stalled_source_ends_a_segment(streaming_model, tokenizer, noise, monkeypatch) -> None:
+    monkeypatch.setattr(arrival, "_STALL_S", 0.05)
+    model = streaming_model("ctc")
+    recognizer = OnlineRecognizer(model, tokenizer, WORDS, context=CONTEXTS[0])
+    audio = noise(2.3, seed=2)
+    received: list[Segment] = []
+    read = threading.Event()
+
+    def blocks() -> Iterator[np.ndarray]:
+        yield audio
+        assert read.wait(60), "the segment comes before any further sample"
+        yield audio
+
+    for segment in transcribe_online(recognizer, blocks()):
+        received.append(segment)
+        read.set()
+    half = len(received) // 2
+    assert half >= 1
+    assert received[half:] == [segment.later(2.3) for segment in received[:half]]

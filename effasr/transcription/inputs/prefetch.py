@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count, islice
+from itertools import islice
 from typing import TypeVar
 
 A = TypeVar("A")
 B = TypeVar("B")
-
-_AHEAD = 1000  # blocks that may wait, some minutes; then the recorder is blocked
 
 
 def prefetch(
@@ -29,12 +27,3 @@ def prefetch(
             yield result
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def ahead(blocks: Iterable[B]) -> Iterator[B]:
-    """Yield the same blocks, read on a thread, so that a recorder need not wait."""
-    source = iter(blocks)
-    for block in prefetch(lambda _: next(source, None), count(), workers=1, ahead=_AHEAD):
-        if block is None:
-            return
-        yield block

@@ -25,7 +25,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.nn.checks import check
 from effasr.nn.parameters import evaluating
-from effasr.transcription.inputs.prefetch import ahead
+from effasr.transcription.inputs.arrival import Interruption, arriving
 from effasr.transcription.online.segments import HeldSamples, SegmentOptions, StreamSegments
 from effasr.transcription.online.streamable import check_model, context_for, stream_contexts
 from effasr.transcription.results import Segment
@@ -327,17 +327,33 @@ def _stream_search(
 
 
 def transcribe_online(
-    recognizer: OnlineRecognizer, blocks: Iterable[np.ndarray]
+    recognizer: OnlineRecognizer,
+    blocks: Iterable[np.ndarray],
+    interruption: Interruption | None = None,
 ) -> Iterator[Segment]:
-    """Transcribe blocks, float32 (samples,), that a thread reads; yields final segments."""
-    stream = recognizer.open()
-    for block in ahead(blocks):
-        stream.feed(block)
-        recognizer.decode()
-        yield from stream.take()
+    """Transcribe blocks, float32 (samples,), that a thread reads; yields final segments.
+
+    Where the source is stalled, its sentence is over: what comes later is another stream.
+    """
+    begin, stream = 0.0, recognizer.open()
+    for block in arriving(blocks, interruption):
+        if block is None:
+            yield from _finished(recognizer, stream, begin)
+            begin += stream.seconds
+            stream = recognizer.open()
+        else:
+            stream.feed(block)
+            recognizer.decode()
+            yield from (segment.later(begin) for segment in stream.take())
+    yield from _finished(recognizer, stream, begin)
+
+
+def _finished(
+    recognizer: OnlineRecognizer, stream: OnlineStream, begin: float
+) -> Iterator[Segment]:
     stream.finish()
     recognizer.decode()
-    yield from stream.take()
+    yield from (segment.later(begin) for segment in stream.take())
 
 
 def online_recognizer(

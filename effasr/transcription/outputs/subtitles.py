@@ -11,21 +11,32 @@ from effasr.transcription.outputs.cues import Cue, CueLayout, cues, segment_cues
 from effasr.transcription.results import Segment, Transcription
 
 _VTT_HEADER = "WEBVTT\n"
+_NOTE_S = 2.0  # how long a note is shown
 
 
 def srt(transcription: Transcription, layout: CueLayout | None = None) -> str:
-    numbered = enumerate(cues(transcription, layout), 1)
-    return "\n".join(_srt(number, cue) for number, cue in numbered)
+    all_cues = cues(transcription, layout)
+    if transcription.partial is not None:
+        # SRT has no comments.
+        end = max([transcription.duration, *(cue.end for cue in all_cues)])
+        line = visible(f"[partial: {transcription.partial}]").replace("-->", "->")
+        all_cues.append(Cue(end, end + _NOTE_S, (line,)))
+    return "\n".join(_srt(number, cue) for number, cue in enumerate(all_cues, 1))
 
 
 def vtt(transcription: Transcription, layout: CueLayout | None = None) -> str:
-    return "\n".join([_VTT_HEADER, *map(_vtt, cues(transcription, layout))])
+    note = []
+    if transcription.partial is not None:
+        note.append(f"NOTE partial: {visible(transcription.partial)}\n".replace("-->", "->"))
+    return "\n".join([_VTT_HEADER, *note, *map(_vtt, cues(transcription, layout))])
 
 
 def ctm(transcription: Transcription, recording: str = "") -> str:
     """NIST's CTM; segments where words have no time. Spaces in fields become underscores."""
     name = recording_name(recording or Path(transcription.id).stem)
-    return "".join(_ctm(name, segment) for segment in transcription.segments)
+    partial = transcription.partial
+    note = "" if partial is None else f";; {name} partial: {visible(partial)}\n"
+    return note + "".join(_ctm(name, segment) for segment in transcription.segments)
 
 
 class GrowingFile:

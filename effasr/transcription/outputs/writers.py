@@ -14,8 +14,8 @@ from effasr.transcription.inputs.sources import Source, with_unique_names
 from effasr.transcription.json_files import json_line, one_line, write_text
 from effasr.transcription.outputs.cues import CueLayout, cues, segment_cues
 from effasr.transcription.outputs.subtitles import GrowingFile, ctm, recording_name, srt, vtt
-from effasr.transcription.results import Failure, Result, Segment, Transcription
-from effasr.transcription.transcribe import render
+from effasr.transcription.results import INTERRUPTED, Failure, Result, Segment, Transcription
+from effasr.transcription.transcribe import full_text, render
 
 Style = Literal["text", "json", "srt", "vtt", "ctm"]
 
@@ -61,9 +61,13 @@ class ResultWriter:
         if self._folder is None:
             _write(self._rendered(result))
             return None
-        text = result.text + "\n" if self._style == "text" else self._rendered(result)
+        text = full_text(result) + "\n" if self._style == "text" else self._rendered(result)
+        path = self._path(result.id)
+        if result.partial == INTERRUPTED:
+            # `--continue` transcribes it again.
+            path = path.with_name(f"{path.stem}.partial{path.suffix}")
         try:
-            write_text(self._path(result.id), text)
+            write_text(path, text)
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
