@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from effasr.cli.options import RUN_HELP, AddCommand, at_least, folder, log, print_line, seconds
@@ -23,7 +24,7 @@ def add_import(command: AddCommand) -> None:
     parser = command(
         "import",
         run_import,
-        "Make a model directory of NeMo's or Hugging Face's model.",
+        "Make a model directory of a model of NeMo, Hugging Face or faster-whisper.",
         "A .nemo file may hold a FastConformer with CTC, a transducer (RNN-T or TDT) or both, or a",
         "Canary; NeMo need not be installed. What is trained otherwise here is named.",
         example="effasr import canary-1b-flash.nemo models/canary",
@@ -32,8 +33,8 @@ def add_import(command: AddCommand) -> None:
         "source",
         type=Path,
         metavar="MODEL",
-        help="a .nemo file, or a folder with one; or a folder with config.json, "
-        "model.safetensors, tokenizer.json",
+        help="a .nemo file, or a folder with one; or a folder with config.json, tokenizer.json and "
+        "model.safetensors, or model.bin of faster-whisper",
     )
     parser.add_argument("out", type=folder, metavar="OUT", help="the model directory to write")
 
@@ -129,8 +130,13 @@ def add_export(command: AddCommand) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
     parser.add_argument(
         "--format",
-        choices=("huggingface", "nemo", "onnx", "sherpa-onnx"),
+        choices=("huggingface", "nemo", "onnx", "sherpa-onnx", "ctranslate2"),
         help="what to write (default: nemo where OUT ends in .nemo, else huggingface)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("float32", "float16", "bfloat16", "int8", "int8_float16", "int8_float32"),
+        help="type of the weights with --format ctranslate2 (default: float16)",
     )
     parser.add_argument(
         "--averaged",
@@ -184,12 +190,27 @@ def _language_model(options: argparse.Namespace, loaded: LoadedModel) -> str:
 def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     if loaded.model.language_model is not None:
         return _language_model(options, loaded)
-    from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
     from effasr.evaluation.model_card import is_replaceable
-    from effasr.interop.huggingface.checkpoint import export_model
-    from effasr.interop.huggingface.files import SpecialTokens
     from effasr.training.checkpointing.export_folder import export_folder
     from effasr.transcription.json_files import write_text
+
+    readme = options.out / "README.md"
+    # Other models have none, and readers prefer shards to a whole file.
+    dropped = ("generation_config.json", "model.safetensors.index.json")
+    with export_folder(options.out, dropped) as out:
+        loader = _write_hugging_face(loaded, out)
+        if is_replaceable(readme):
+            write_text(out / readme.name, _card(options, loaded, sources, loader).text())
+        else:
+            log("export", f"{readme} is kept, because effasr export did not write it")
+    return f"load it with {loader}.from_pretrained"
+
+
+def _write_hugging_face(loaded: LoadedModel, out: Path) -> str:
+    """Write weights, configuration and tokenizer; return the class that loads them."""
+    from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
+    from effasr.interop.huggingface.checkpoint import export_model
+    from effasr.interop.huggingface.files import SpecialTokens
 
     tokenizer = loaded.tokenizer
     start = tokenizer.prompt(loaded.prompt)[0]
@@ -203,20 +224,12 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
             tokenizer.generation(loaded.prompt) if isinstance(tokenizer, WhisperTokenizer) else {}
         ),
     )
-    readme = options.out / "README.md"
-    # Other models have none, and readers prefer shards to a whole file.
-    dropped = ("generation_config.json", "model.safetensors.index.json")
-    with export_folder(options.out, dropped) as out:
-        loader = export_model(loaded.model, out, tokens)
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer.save(out)
-        else:
-            log("export", "the tokenizer is not exported, because transformers cannot read it")
-        if is_replaceable(readme):
-            write_text(out / readme.name, _card(options, loaded, sources, loader).text())
-        else:
-            log("export", f"{readme} is kept, because effasr export did not write it")
-    return f"load it with {loader}.from_pretrained"
+    loader = export_model(loaded.model, out, tokens)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(out)
+    else:
+        log("export", "the tokenizer is not exported, because transformers cannot read it")
+    return loader
 
 
 def _format(options: argparse.Namespace) -> str:
@@ -239,6 +252,11 @@ def _format(options: argparse.Namespace) -> str:
         raise ValueError(
             f"`--license` and `--author` must be left out for `--format {chosen}`, which has no "
             "model card."
+        )
+    if chosen != "ctranslate2" and options.quantization is not None:
+        raise ValueError(
+            f"`--quantization` must be left out for `--format {chosen}`, but is "
+            f"{options.quantization}: the other formats have float32 weights."
         )
     if chosen not in ("onnx", "sherpa-onnx") and options.latency is not None:
         raise ValueError(
@@ -311,7 +329,25 @@ def _sherpa(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path
     return f"{', '.join(graphs)} and tokens.txt, for sherpa-onnx's {kind}"
 
 
-_WRITERS = {"huggingface": _hugging_face, "nemo": _nemo, "onnx": _onnx, "sherpa-onnx": _sherpa}
+def _ctranslate2(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
+    from effasr.interop.huggingface.ctranslate2 import check_ctranslate2, write_ctranslate2
+    from effasr.training.checkpointing.export_folder import export_folder
+
+    check_ctranslate2(loaded.model)
+    quantization = options.quantization or "float16"
+    with TemporaryDirectory(prefix="effasr-") as folder, export_folder(options.out) as out:
+        _write_hugging_face(loaded, Path(folder))
+        write_ctranslate2(Path(folder), out, quantization)
+    return f"load it with faster_whisper.WhisperModel({str(options.out)!r}), {quantization}"
+
+
+_WRITERS = {
+    "huggingface": _hugging_face,
+    "nemo": _nemo,
+    "onnx": _onnx,
+    "sherpa-onnx": _sherpa,
+    "ctranslate2": _ctranslate2,
+}
 
 
 def _card(

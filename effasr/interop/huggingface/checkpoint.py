@@ -13,6 +13,7 @@ from torch import Tensor
 
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.huggingface import parakeet, whisper
+from effasr.interop.huggingface.ctranslate2 import is_ctranslate2, read_ctranslate2
 from effasr.interop.huggingface.files import (
     Content,
     SpecialTokens,
@@ -54,15 +55,12 @@ def import_model(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Ten
     not count a blank, which must be the last class.
     """
     directory = Path(directory)
-    mapping = read_config(directory, *CLASSES)
-    class_ = CLASSES[mapping["model_type"]]
     try:
-        weights = read_weights(directory)
-        generation = read_generation(directory)
-        content = Content(mapping, read_preprocessor(directory), generation, weights)
+        content = _read_content(directory)
+        class_ = CLASSES[content.config["model_type"]]
         config, vocab_size = class_.read(content)
         shapes = weight_shapes(config, vocab_size)
-        state, unknown = import_weights(weights, shapes, class_.weights)
+        state, unknown = import_weights(content.weights, shapes, class_.weights)
         check_weights(state | unknown, shapes, directory)
     except WRONG_VALUES as error:
         raise ValueError(
@@ -70,6 +68,14 @@ def import_model(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Ten
             f"({type(error).__name__}: {error}): copy the folder again."
         ) from error
     return config, vocab_size, state
+
+
+def _read_content(directory: Path) -> Content:
+    if is_ctranslate2(directory):
+        return read_ctranslate2(directory)
+    mapping = read_config(directory, *CLASSES)
+    weights, generation = read_weights(directory), read_generation(directory)
+    return Content(mapping, read_preprocessor(directory), generation, weights)
 
 
 def export_model(

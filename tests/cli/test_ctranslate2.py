@@ -1,0 +1,109 @@
+"""Whisper models go to CTranslate2, as faster-whisper reads them, and come back."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+
+from effasr.checkpoint import load_model
+from effasr.data.prompt import Prompt
+from effasr.interop.huggingface import ctranslate2 as module
+from effasr.interop.huggingface.checkpoint import import_model
+from tests.interop.whisper import EOS, make_whisper, transformers
+
+package = pytest.importorskip("ctranslate2")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whisper")
+    make_whisper(folder)
+    return folder
+
+
+@pytest.fixture
+def imported(effasr, checkpoint, tmp_path):
+    assert effasr("import", checkpoint, tmp_path / "imported").code == 0
+    return tmp_path / "imported"
+
+
+def export(effasr, imported, out, quantization):
+    command = ("export", imported, out, "--format", "ctranslate2", "--quantization", quantization)
+    return effasr(*command)
+
+
+@pytest.mark.parametrize("quantization", ["float32", "float16", "bfloat16"])
+def test_there_and_back(effasr, imported, checkpoint, tmp_path, quantization):
+    out = tmp_path / "out"
+    done = export(effasr, imported, out, quantization)
+    assert done.code == 0, done
+    assert {path.name for path in out.iterdir()} >= {"model.bin", "config.json", "tokenizer.json"}
+    assert effasr("import", out, tmp_path / "back").code == 0
+    before = load_file(imported / "model.safetensors")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys()
+    dtype = getattr(torch, quantization)
+    for name, value in before.items():
+        # Positions and norms are not quantized in each version of the package.
+        assert torch.equal(after[name], value) or torch.equal(after[name], value.to(dtype).float())
+    assert load_model(tmp_path / "back").model.config == load_model(imported).model.config
+
+
+def test_the_package_gives_the_same_tokens(effasr, imported, tmp_path):
+    assert export(effasr, imported, tmp_path / "out", "float32").code == 0
+    loaded = load_model(imported)
+    features = loaded.model.config.features
+    wave = 0.1 * np.random.default_rng(1).standard_normal(16_000).astype(np.float32)
+    extractor = transformers.WhisperFeatureExtractor(
+        feature_size=features.mel_bins, chunk_length=int(features.minimum_s)
+    )
+    mel = extractor(wave, sampling_rate=16_000, return_tensors="np").input_features
+    model = package.models.Whisper(str(tmp_path / "out"), device="cpu", compute_type="float32")
+    prompt = loaded.tokenizer.prompt(Prompt())
+    (result,) = model.generate(
+        package.StorageView.from_array(mel), [prompt], beam_size=1, max_length=40
+    )
+    soundfile.write(tmp_path / "a.wav", wave, 16_000, subtype="FLOAT")
+    ours = effasr("transcribe", "--run", imported, tmp_path / "a.wav", "--json")
+    ids = [token for token in result.sequences_ids[0] if token != EOS]
+    # The package takes half of the positions at most.
+    assert json.loads(ours.out)["text"].startswith(loaded.tokenizer.decode(ids))
+    assert len(ids) > 10
+
+
+def test_quantized_and_damaged_models_are_named(effasr, imported, tmp_path):
+    assert export(effasr, imported, tmp_path / "int8", "int8").code == 0
+    failed = effasr("import", tmp_path / "int8", tmp_path / "back")
+    assert failed.code == 2
+    assert "quantized to int8" in failed.error
+    assert export(effasr, imported, tmp_path / "out", "float16").code == 0
+    content = (tmp_path / "out" / "model.bin").read_bytes()
+    for size in (*range(20, 60), len(content) // 2, len(content) - 200):
+        (tmp_path / "out" / "model.bin").write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"model.bin is damaged: it ends within a variable"):
+            import_model(tmp_path / "out")
+    (tmp_path / "out" / "model.bin").write_bytes(b"\x63" + content[1:])
+    with pytest.raises(ValueError, match="must be of version 5 to 6"):
+        import_model(tmp_path / "out")
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(
+    effasr, imported, workplace, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    failed = export(effasr, workplace.run, out, "int8")
+    assert (failed.code, out.exists()) == (2, False)
+    assert (
+        "must have a Whisper, but this model has an encoder of kind fastconformer" in failed.error
+    )
+    failed = effasr("export", imported, out, "--quantization", "int8")
+    assert "`--quantization` must be left out for `--format huggingface`" in failed.error
+    finder = SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr(module, "importlib", SimpleNamespace(util=finder))
+    failed = export(effasr, imported, out, "int8")
+    assert (failed.code, out.exists()) == (1, False)
+    assert "pip install 'effasr[ctranslate2]'" in failed.error
