@@ -136,7 +136,9 @@ def add_export(command: AddCommand) -> None:
     parser.add_argument(
         "--quantization",
         choices=("float32", "float16", "bfloat16", "int8", "int8_float16", "int8_float32"),
-        help="type of the weights with --format ctranslate2 (default: float16)",
+        metavar="TYPE",
+        help="type of the weights with --format ctranslate2: float32, float16 (the default), "
+        "bfloat16, int8, int8_float16 or int8_float32",
     )
     parser.add_argument(
         "--averaged",

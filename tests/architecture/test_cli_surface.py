@@ -93,7 +93,7 @@ SURFACE = {
     "import": ["MODEL", "OUT"],
     "export": [
         "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx,ctranslate2}",
-        "--quantization {float32,float16,bfloat16,int8,int8_float16,int8_float32}",
+        "--quantization TYPE",
         "--averaged N", "--license LICENCE", "--author NAME", "--latency S",
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],
