@@ -93,7 +93,7 @@ SURFACE = {
     "import": ["MODEL", "OUT"],
     "export": [
         "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx,ctranslate2}",
-        "--quantization TYPE",
+        "--quantization {float32,float16,bfloat16,int8,int8_float16,int8_float32}",
         "--averaged N", "--license LICENCE", "--author NAME", "--latency S",
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],
