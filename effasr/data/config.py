@@ -8,6 +8,7 @@ from typing import Literal
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.config import FilterConfig, Limits, TextUse
+from effasr.data.languages import language_code
 from effasr.data.mixture import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.options import Strategy, StrategyOptions
@@ -271,7 +272,7 @@ class DataConfig:
             max_positions=max_positions,
             max_tokens_per_second=self.filters.max_tokens_per_second,
             max_characters_per_second=self.filters.max_characters_per_second,
-            languages=self.filters.languages,
+            languages=tuple(map(language_code, self.filters.languages)),
             characters=self.filters.characters,
             ctc=ctc,
             speed_perturbation=self.speed_perturbation,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from effasr.data.languages import language_code
+
 Task = Literal["transcribe", "translate"]
 _TASKS = get_args(Task)
 
@@ -16,12 +18,14 @@ WITHOUT_SPACES = frozenset({"zh", "yue", "ja", "th", "lo", "km", "my", "bo"})
 class Prompt:
     """A request: which language is spoken, and what to write down."""
 
-    source: str = "en"  # language of the speech, as a code such as en
+    source: str = "en"  # language of the speech; other names than codes become codes
     target: str = "en"  # language of the text
     task: Task = "transcribe"  # transcribe: the text follows the speech word by word
     punctuation: bool = True  # and capitals
 
     def __post_init__(self) -> None:
+        for name in ("source", "target"):
+            object.__setattr__(self, name, language_code(getattr(self, name)))
         if self.task not in _TASKS:
             raise ValueError(f"`task` must be one of {', '.join(_TASKS)}, but is {self.task!r}.")
         if self.task == "transcribe" and self.source != self.target:

@@ -196,7 +196,7 @@ def _busy() -> str:
 
 def _check_languages(counts: Survey, tokenizer: Tokenizer, init_from: str | Path | None) -> None:
     """Refuse texts in languages that the tokenizer does not know: training would drop them."""
-    if missing := [name for name in counts.languages if name not in tokenizer.languages]:
+    if missing := [name for name in counts.languages if not tokenizer.knows(name)]:
         remedy = (
             "train a tokenizer on TRAIN, and name it by data.tokenizer beside init_from in a recipe"
             if init_from is not None

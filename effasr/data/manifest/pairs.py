@@ -57,6 +57,6 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
             origin=row.origin,
             source=row.string(SOURCE_TEXT).strip(),
             text=row.string("target_text" if has_target else "text").strip(),
-            prompt=row.prompt(""),
+            prompt=row.prompt(Prompt()),
             source_name=row.optional_string(SOURCE_NAME),
         )

@@ -208,7 +208,7 @@ class Survey:
         seconds, ids = [], []
         for language, counts in self.languages.items():
             # A tokenizer that names no languages has one vocabulary for all.
-            is_known = not tokenizer.languages or language in tokenizer.languages
+            is_known = not tokenizer.languages or tokenizer.knows(language)
             if not counts.has_speech or not is_known:
                 continue
             for text, duration in zip(counts.texts, counts.seconds, strict=True):

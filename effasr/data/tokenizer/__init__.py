@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from effasr.data.languages import UnknownLanguageError
 from effasr.data.tokenizer.base import (
     NO_TOKENIZER_FILE,
     NoTokenizer,
     Tokenizer,
-    UnknownLanguageError,
 )
 from effasr.data.tokenizer.chat import ChatTokenizer, has_template
 from effasr.data.tokenizer.hugging_face import (

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from effasr.data.languages import UnknownLanguageError, language_among
 from effasr.data.prompt import Prompt
-
-
-class UnknownLanguageError(ValueError):
-    """The tokenizer has no such language."""
 
 
 class Tokenizer(ABC):
@@ -53,19 +50,17 @@ class Tokenizer(ABC):
         """The class of the CTC blank, the last of ``vocab_size + 1``."""
         return self.vocab_size
 
-    def check_prompt_languages(self, prompt: Prompt) -> None:
-        """Check that both languages of a request are known."""
-        check_language(prompt.source, self.sources, "speech")
-        check_language(prompt.target, self.languages, "text")
+    def knows(self, language: str) -> bool:
+        """Whether text may be in a language."""
+        try:
+            return bool(language_among(language, self.languages, "text"))
+        except UnknownLanguageError:
+            return False
 
-
-def check_language(language: str, known: Collection[str], what: str) -> None:
-    """Check that a language is known."""
-    if language not in known:
-        raise UnknownLanguageError(
-            f"the language of the {what} must be one of {', '.join(known)}, but is {language!r}: "
-            "name one of these, or train a tokenizer with that language."
-        )
+    def prompt_languages(self, prompt: Prompt) -> tuple[str, str]:
+        """Return both languages of a request, by their names in the tokenizer."""
+        source = language_among(prompt.source, self.sources, "speech")
+        return source, language_among(prompt.target, self.languages, "text")
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from effasr.data.languages import language_among
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
+from effasr.data.tokenizer.base import Tokenizer, check_ids
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import DOCUMENT_BYTES, open_regular, read_bytes, read_text
 
@@ -119,13 +120,12 @@ class CanaryTokenizer(HuggingFaceTokenizer):
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `HuggingFaceTokenizer.encode`."""
-        check_language(language, self.languages, "text")
+        language = language_among(language, self.languages, "text")
         return super().encode(text, language)
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """See `Tokenizer.prompt`."""
-        self.check_prompt_languages(prompt)
-        languages = (_tag(prompt.source), _tag(prompt.target))
+        languages = map(_tag, self.prompt_languages(prompt))
         pnc = _PUNCTUATION[prompt.punctuation]
         names = (*_PROMPT_HEAD, *languages, pnc, *_PROMPT_TAIL)
         return [self._vocabulary[name] for name in names]

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from effasr.data.languages import language_among
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import check_ids, check_language
+from effasr.data.tokenizer.base import check_ids
 from effasr.data.tokenizer.sentence_piece import AggregateTokenizer, read_metadata, read_models
 
 NEMO_FILE = "nemo_tokenizer.json"
@@ -92,7 +93,7 @@ class NeMoTokenizer(AggregateTokenizer):
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`; a unified tokenizer without prompts takes any language."""
         if self.languages:
-            check_language(language, self.languages, "text")
+            language = language_among(language, self.languages, "text")
         position = 0 if self.is_unified else self._places[language]
         return self._encode(text, position)
 
@@ -113,8 +114,7 @@ class NeMoTokenizer(AggregateTokenizer):
         """See `Tokenizer.prompt`."""
         if self.prompt_format is None:
             return [self.pad_id]
-        self.check_prompt_languages(prompt)
-        source, target = f"<|{prompt.source}|>", f"<|{prompt.target}|>"
+        source, target = (f"<|{language}|>" for language in self.prompt_languages(prompt))
         punctuation = _PUNCTUATION[prompt.punctuation]
         if self.prompt_format == "canary":
             names = (_START, source, f"<|{prompt.task}|>", target, punctuation)

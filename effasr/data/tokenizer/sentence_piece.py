@@ -13,8 +13,9 @@ from typing import Any, Literal
 import sentencepiece
 
 from effasr.data.atomic_files import write_atomically
+from effasr.data.languages import language_among
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import Tokenizer, check_ids, check_language
+from effasr.data.tokenizer.base import Tokenizer, check_ids
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import plain_name, read_bytes
 
@@ -119,7 +120,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        check_language(language, self.languages, "text")
+        language = language_among(language, self.languages, "text")
         if self.normalization == "nfc":
             # The rules in the model compose characters, but do not bring marks into their order.
             text = unicodedata.normalize("NFC", text)
@@ -134,12 +135,12 @@ class SentencePieceTokenizer(AggregateTokenizer):
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """See `Tokenizer.prompt`."""
-        self.check_prompt_languages(prompt)
+        source, target = self.prompt_languages(prompt)
         names = (
             _START,
-            f"<|{prompt.source}|>",
+            f"<|{source}|>",
             f"<|{prompt.task}|>",
-            f"<|{prompt.target}|>",
+            f"<|{target}|>",
             _PUNCTUATION[prompt.punctuation],
         )
         return [self.specials[name] for name in names]

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from effasr.data.languages import UnknownLanguageError, language_among
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
-from effasr.data.tokenizer.base import UnknownLanguageError, check_ids, check_language
+from effasr.data.tokenizer.base import check_ids
 from effasr.data.tokenizer.hugging_face import TIMESTAMP, HuggingFaceTokenizer
 
 _START, _EOS, _NOTIMESTAMPS = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
@@ -54,7 +55,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        check_language(language, self.languages, "text")
+        language = language_among(language, self.languages, "text")
         words = text.strip()
         spaced = words and language not in WITHOUT_SPACES
         return super().encode(f" {words}" if spaced else words, language)
@@ -66,7 +67,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """See `Tokenizer.prompt`; there is no token for punctuation."""
-        self.check_prompt_languages(prompt)
+        source, _ = self.prompt_languages(prompt)
         names = [_START, _NOTIMESTAMPS]
         if self.is_multilingual:
             if prompt.task == "translate" and prompt.target != _TRANSLATION:
@@ -74,7 +75,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
                     f"`target` must be {_TRANSLATION} for a translation by Whisper, which knows no "
                     f"other, but is {prompt.target!r}."
                 )
-            names[1:1] = [f"<|{prompt.source}|>", _TASKS[prompt.task]]
+            names[1:1] = [f"<|{source}|>", _TASKS[prompt.task]]
         return [self._vocabulary[name] for name in names]
 
     def generation(self, prompt: Prompt) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
             tags = [f"<|{language}|>" for language in self.languages]
             facts["lang_to_id"] = {tag: vocabulary[tag] for tag in tags}
             facts["task_to_id"] = {task: vocabulary[name] for task, name in _TASKS.items()}
-            facts["language"], facts["task"] = prompt.source, prompt.task
+            facts["language"], facts["task"] = self.prompt_languages(prompt)[0], prompt.task
         return facts
 
 
