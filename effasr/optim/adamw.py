@@ -17,6 +17,9 @@ from effasr.optim.adascale import AdaScaleConfig
 
 Exempt = Literal["biases", "norms", "embeddings"]
 
+_APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation 'effasr[apex]'"
+"""Builds NVIDIA's apex, which is on no package index."""
+
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, exempt: Collection[Exempt]
@@ -73,7 +76,7 @@ class OptimizerConfig:
         exempt: Kinds of parameters without weight decay: ``biases``, ``norms``, ``embeddings``.
         implementation: ``torch``: fused AdamW of PyTorch, and LAMB of ``pytorch_optimizer``.
             ``apex``: FusedAdam and FusedLAMB of NVIDIA's apex, CUDA only, and not with fsdp2.
-            ``auto``: apex where it can be used.
+            ``auto``: fused AdamW of PyTorch; for LAMB apex where it can be used.
     """
 
     name: Literal["adamw", "lamb"] = "adamw"
@@ -133,11 +136,12 @@ def build_adamw(
 ) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     reason = apex_unsupported_reason(device, sharded=has_sharded(groups))
-    if config.implementation == "apex" and reason is not None:
-        raise ValueError(f"`implementation` must not be 'apex' here: {reason}. Use 'auto'.")
-    if config.implementation != "torch" and reason is None:
+    if config.implementation == "apex":
+        if reason is not None:
+            raise ValueError(f"`implementation` must not be 'apex' here: {reason}. Use 'auto'.")
         optimizers = importlib.import_module("apex.optimizers")
-        return optimizers.FusedAdam(list(groups), adam_w_mode=True, **settings)
+        # Only a capturable optimizer can skip an update on the device.
+        return optimizers.FusedAdam(list(groups), adam_w_mode=True, capturable=True, **settings)
     return torch.optim.AdamW(list(groups), fused=True, **settings)
 
 
@@ -159,12 +163,12 @@ def apex_unsupported_reason(
         return f"apex needs a GPU, and the device is {device.type}"
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        return "apex is not installed"
+        return f"apex is not installed ({_APEX})"
     folders = spec.submodule_search_locations or []
     if not any((Path(folder) / "optimizers" / module).is_file() for folder in folders):
-        return "the installed `apex` is PyPI's package of that name, not NVIDIA's"
+        return f"the installed `apex` is PyPI's package of that name, not NVIDIA's ({_APEX})"
     if importlib.util.find_spec("amp_C") is None:
-        return "NVIDIA's apex is installed without its CUDA extensions"
+        return f"NVIDIA's apex is installed without its CUDA extensions ({_APEX})"
     return None
 
 
@@ -179,6 +183,9 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         for group in optimizer.param_groups
     ]
     optimizer.load_state_dict(_with_step(optimizer, state))
+    if getattr(optimizer, "capturable", False):
+        # Of the last update before, as of `initialize_state`: the next one would not be counted.
+        optimizer._dummy_overflow_buf.zero_()  # type: ignore[attr-defined]
     for group, local in zip(optimizer.param_groups, settings, strict=True):
         group.update(local)
 
@@ -196,8 +203,12 @@ def _with_step(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[
         local = [rows[index] for index in group["params"] if index in rows]
         if of_group:
             counts = [row.pop("step") for row in local if "step" in row]
-            if counts:
-                group["step"] = int(counts[0])
+            if counts or "step" in group:
+                count: int | Tensor = int(counts[0] if counts else group["step"])
+                if getattr(optimizer, "capturable", False):
+                    device = optimizer.param_groups[0]["lr"].device
+                    count = torch.tensor([count], dtype=torch.int32, device=device)
+                group["step"] = count
         elif "step" in group:
             step = torch.tensor(float(group.pop("step")))
             for row in local:
@@ -213,22 +224,41 @@ def set_learning_rate(
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
         rate = lr * factor if on_device else lr * factor.item()
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if getattr(optimizer, "capturable", False):
+            # apex reads it on the device.
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def apply_update(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     """Make one update where ``finite`` (bool (), on the device of the parameters) is true.
 
-    PyTorch's fused optimizers decide on the device, so that the host never waits; any other
-    optimizer costs one wait for the device.
+    PyTorch's fused optimizers and apex's FusedAdam decide on the device, so that the host never
+    waits; any other optimizer costs one wait for the device.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "capturable", False):
+        optimizer.step(grad_scaler=_Finite(finite))  # type: ignore[call-arg]
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):
         # The protocol by which torch.amp.GradScaler passes infinities to a fused optimizer.
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
     elif finite:
         optimizer.step()
+
+
+class _Finite:
+    """What apex's capturable optimizers ask of a `torch.amp.GradScaler`: a flag, and no scale."""
+
+    def __init__(self, finite: Tensor) -> None:
+        self._infinite = (~finite).float().reshape(1)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        return {self._infinite.device: self._infinite}
+
+    def _get_scale_async(self) -> Tensor:
+        return torch.ones_like(self._infinite)
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,6 +69,16 @@ class ProfileConfig:
             )
 
 
+def _version_of_nsys() -> tuple[int, int] | None:
+    """Year and number of the Nsight Systems on the path, which started this process."""
+    tool = shutil.which("nsys")
+    if tool is None:
+        return None
+    printed = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False)
+    numbers = re.search(r"(20\d\d)\.(\d+)", printed.stdout)
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
 class StepProfiler:
     """Switches a profiler on for the configured steps, and off after them."""
 
@@ -87,6 +100,15 @@ class StepProfiler:
             raise ValueError(
                 "`training.profile.tool` must be kineto or none without a GPU, but is nsys."
             )
+        if config.tool == "nsys" and config.ranges == "nvtx":
+            # Ranges that would be lost are refused before the first step.
+            try:
+                self._enable_ranges()
+            except RuntimeError as error:
+                raise ValueError(
+                    f"`training.profile.ranges` must be torch here, but is nvtx: {error}"
+                ) from None
+            ranges.disable()
         if config.memory:
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS, stacks="python")
 
@@ -129,8 +151,12 @@ class StepProfiler:
         else:
             self._start_nsys()
 
+    def _enable_ranges(self) -> None:
+        is_package = self._config.ranges == "nvtx"
+        ranges.enable(self._config.ranges, tool_version=_version_of_nsys() if is_package else None)
+
     def _start_nsys(self) -> None:
-        ranges.enable(self._config.ranges)
+        self._enable_ranges()
         self._on.callback(ranges.disable)
         runtime: Any = torch.cuda.cudart()
         runtime.cudaProfilerStart()

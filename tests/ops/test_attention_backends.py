@@ -228,9 +228,13 @@ def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("backend", "package"),
     [
-        (Backend.FLASH_ATTN_2, "flash-attn"),
-        (Backend.FLASH_ATTN_3, "flash-attn-3"),
-        (Backend.FLASH_ATTN_4, "flash-attn-4"),
+        (Backend.FLASH_ATTN_2, "--no-build-isolation flash-attn"),
+        (
+            Backend.FLASH_ATTN_3,
+            "--no-build-isolation "
+            "'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'",
+        ),
+        (Backend.FLASH_ATTN_4, "--pre flash-attn-4"),
     ],
 )
 def test_what_is_not_installed(

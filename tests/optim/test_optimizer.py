@@ -54,11 +54,16 @@ def test_an_update_is_that_of_the_published_formula():
     torch.testing.assert_close(parameter.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["fused", "plain", pytest.param("lamb", marks=needs_library)])
+@pytest.mark.parametrize(
+    "kind", ["fused", "plain", "capturable", pytest.param("lamb", marks=needs_library)]
+)
 def test_a_step_that_is_not_finite_changes_nothing(kind):
     def train(finite: list[bool]) -> torch.Tensor:
         if kind == "lamb":
             parameter, optimizer = parameter_and_optimizer("lamb")
+        elif kind == "capturable":
+            parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+            optimizer = LikeApex([parameter], capturable=True)
         else:
             parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
             optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=kind == "fused")
@@ -73,7 +78,7 @@ def test_a_step_that_is_not_finite_changes_nothing(kind):
 
 def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path):
     assert "needs a GPU" in str(apex_unsupported_reason(CPU))
-    assert apex_unsupported_reason(CUDA) == "apex is not installed"
+    assert "apex is not installed (APEX_CPP_EXT=1 " in str(apex_unsupported_reason(CUDA))
     package = tmp_path / "apex"
     package.mkdir()
     # Importing it would fail: it is recognised without being imported.
@@ -91,7 +96,7 @@ def test_apex_is_told_apart_from_its_namesake(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("build", "file", "settings"),
     [
-        (build_adamw, "fused_adam", {"adam_w_mode": True}),
+        (build_adamw, "fused_adam", {"adam_w_mode": True, "capturable": True}),
         # Its own trust ratio leaves out what does not decay.
         (build_lamb, "fused_lamb", {"bias_correction": False, "max_grad_norm": float("inf")}),
     ],
@@ -111,8 +116,13 @@ def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path, build, file, sett
     (tmp_path / "amp_C.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     name = file.removeprefix("fused_").replace("adam", "adamw")
-    config = OptimizerConfig(name=name, lr=0.5)
-    optimizer = build([{"params": [], "weight_decay": 0.1}], config, CUDA)
+    groups = [{"params": [], "weight_decay": 0.1}]
+    config = OptimizerConfig(name=name, lr=0.5, implementation="apex")
+    optimizer = build(groups, config, CUDA)
+    if name == "adamw":
+        monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: "torch's")
+        automatic = OptimizerConfig(lr=0.5)
+        assert build(groups, automatic, CUDA) == "torch's"
     assert type(optimizer).__name__.lower() == file.replace("_", "")
     assert optimizer.settings == {"lr": 0.5, "betas": (0.9, 0.98), "eps": 1e-8} | settings
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
@@ -121,11 +131,20 @@ def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path, build, file, sett
 
 
 class LikeApex(torch.optim.Optimizer):
-    """AdamW as apex has it: ``zero_grad`` takes no argument, and a group counts its updates."""
+    """AdamW as apex has it: ``zero_grad`` takes no argument, and a group counts its updates.
 
-    def __init__(self, groups):
+    A capturable one has its rate and count on the device, and asks a scaler there for infinities.
+    """
+
+    def __init__(self, groups, capturable=False):
         defaults = {"lr": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
         super().__init__(groups, defaults)
+        self.capturable = capturable
+        if capturable:
+            self._step_supports_amp_scaling = True
+            self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int)
+            for group in self.param_groups:
+                group["lr"] = torch.tensor(group["lr"])
 
     def zero_grad(self):
         for group in self.param_groups:
@@ -133,19 +152,36 @@ class LikeApex(torch.optim.Optimizer):
                 parameter.grad = None
 
     @torch.no_grad()
-    def step(self):
+    def step(self, *, grad_scaler=None):
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            if self.capturable:
+                assert isinstance(group["lr"], torch.Tensor)
+                self._count_on_device(group)
+            else:
+                group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 state = self.state[parameter]
                 for name in () if state else ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter)
+                if self.capturable:
+                    is_infinite = grad_scaler._check_inf_per_device(self)[parameter.device]
+                    assert grad_scaler._get_scale_async().double().reciprocal().tolist() == [1]
+                    self._dummy_overflow_buf.copy_(is_infinite)
+                    if is_infinite:
+                        continue
                 adamw(
                     [parameter], [parameter.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-                    [torch.tensor(group["step"] - 1.0)], foreach=False, amsgrad=False,
+                    [torch.tensor(float(group["step"]) - 1)], foreach=False, amsgrad=False,
                     beta1=0.9, beta2=0.98, lr=group["lr"], weight_decay=group["weight_decay"],
                     eps=1e-8, maximize=False,
                 )  # fmt: skip
+
+    def _count_on_device(self, group):
+        """Counts a skipped update at once, and corrects it at the next one."""
+        if "step" in group:
+            group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)
+        else:
+            group["step"] = torch.tensor([1], dtype=torch.int)
 
 
 def test_gradients_are_cleared_with_any_optimizer():
@@ -160,14 +196,29 @@ def test_gradients_are_cleared_with_any_optimizer():
     assert parameter.grad is None
 
 
+def test_apex_decides_on_the_device():
+    """A condition of the host would wait for it: a tensor without values has none."""
+
+    class Recorder(torch.optim.SGD):
+        capturable = True
+
+        def step(self, *, grad_scaler):
+            (self.infinite,) = grad_scaler._check_inf_per_device(self).values()
+
+    optimizer = Recorder([torch.nn.Parameter(torch.zeros(1, device="meta"))], lr=0.1)
+    apply_update(optimizer, torch.ones((), dtype=torch.bool, device="meta"))
+    assert optimizer.infinite.is_meta
+
+
 @pytest.mark.parametrize("to_apex", [True, False])
 @pytest.mark.parametrize("initialized", [True, False])
-def test_a_run_moves_between_torch_and_apex(to_apex, initialized):
+@pytest.mark.parametrize("capturable", [True, False])
+def test_a_run_moves_between_torch_and_apex(to_apex, initialized, capturable):
     """Bias correction depends on the number of updates, which each keeps elsewhere."""
 
     def start(apex: bool) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         parameter, optimizer = parameter_and_optimizer()
-        return parameter, LikeApex(optimizer.param_groups) if apex else optimizer
+        return parameter, LikeApex(optimizer.param_groups, capturable) if apex else optimizer
 
     def train(parameter, optimizer, steps: range):
         for step in steps:

@@ -77,7 +77,7 @@ def test_nsys_is_told_where_its_capture_range_begins_and_ends(tmp_path, monkeypa
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    monkeypatch.setattr(ranges, "enable", seen.append)
+    monkeypatch.setattr(ranges, "enable", lambda library, tool_version: seen.append(library))
     context = SimpleNamespace(device=torch.device("cuda", 0), rank=3)
     config = ProfileConfig(tool="nsys", first_step=2, steps=2, ranges="nvtx")
     capture = StepProfiler(config, context, tmp_path)
@@ -86,7 +86,28 @@ def test_nsys_is_told_where_its_capture_range_begins_and_ends(tmp_path, monkeypa
             calls.append(str(number))
     expected = ["0", "1", "wait", "start", "2", "3", "wait", "stop", "4", "5"]
     assert calls == expected
-    assert seen == ["nvtx"]
+    # Once to see whether they would be lost, and once to record.
+    assert seen == ["nvtx", "nvtx"]
+
+
+@pytest.mark.parametrize(("tool", "is_lost"), [("2022.4.2.18", True), ("2025.1.1.1", False)])
+def test_ranges_that_the_installed_nsys_would_lose_are_refused(
+    tmp_path, monkeypatch, tool, is_lost
+):
+    pytest.importorskip("nvtx")
+    program = tmp_path / "nsys"
+    program.write_text(f"#!/bin/sh\necho NVIDIA Nsight Systems version {tool}-32526504v0\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(ranges, "version", lambda name: "0.2.17")
+    config = ProfileConfig(tool="nsys", ranges="nvtx")
+    context = SimpleNamespace(device=torch.device("cuda", 0), rank=0)
+    if is_lost:
+        with pytest.raises(ValueError, match=r"loses every range under Nsight Systems 2022\.4"):
+            StepProfiler(config, context, tmp_path)
+    else:
+        StepProfiler(config, context, tmp_path)
+    assert ranges.range("step") is ranges.range("other")
 
 
 def test_memory_is_written_when_it_runs_out(tmp_path, monkeypatch):

@@ -134,7 +134,7 @@ def _system() -> list[Row]:
         Row("system", "platform", platform.platform()),
         Row("system", "cpus", str(os.cpu_count())),
         Row("system", "torch", torch.__version__),
-        Row("system", "triton", _version("triton") or "missing", "kernels for the GPU"),
+        _triton(),
         Row("system", "cuda", torch.version.cuda or "none", "that torch was built with"),
         Row("system", "libsndfile", soundfile.__libsndfile_version__, "reads audio files"),
     ]
@@ -152,6 +152,13 @@ def _system() -> list[Row]:
         )
         rows.append(Row("system", f"gpu {index}", properties.name, note))
     return rows
+
+
+def _triton() -> Row:
+    installed, note = _version("triton"), "kernels for the GPU"
+    if installed is None:
+        note += " (pip install 'effasr[gpu]')"
+    return Row("system", "triton", installed or "missing", note)
 
 
 def _cpu_kernels() -> Row:

@@ -129,7 +129,7 @@ PARAMETERS = "q", "k", "v", *_OFFSETS, "softmax_scale", "causal", "deterministic
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
     module: str  # module of its `flash_attn_varlen_func`
-    package: str  # name of the package to install
+    package: str  # arguments of pip that install it
     # Whether it loads rows past the end of a sequence and multiplies them by zero, so that these
     # rows must be finite
     reads_beyond: bool
@@ -201,6 +201,11 @@ def _hopper_or_blackwell(a: AttentionArguments) -> str | None:
 
 # https://github.com/Dao-AILab/flash-attention. Version 2 does not load rows past the end of a
 # sequence. Versions 3 and 4 do: with them, NaN in a sequence can reach the previous one.
-VERSION_2 = FlashAttention("flash_attn", "flash-attn", reads_beyond=False)
-VERSION_3 = FlashAttention("flash_attn_interface", "flash-attn-3", True, _inference_on_hopper)
-VERSION_4 = FlashAttention("flash_attn.cute", "flash-attn-4", True, _hopper_or_blackwell)
+# Version 2 is built from source; version 3 is on no index, and version 4 only as a pre-release.
+_UNBUILT = "--no-build-isolation"
+_VERSION_3 = "'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'"
+VERSION_2 = FlashAttention("flash_attn", f"{_UNBUILT} flash-attn", reads_beyond=False)
+VERSION_3 = FlashAttention(
+    "flash_attn_interface", f"{_UNBUILT} {_VERSION_3}", True, _inference_on_hopper
+)
+VERSION_4 = FlashAttention("flash_attn.cute", "--pre flash-attn-4", True, _hopper_or_blackwell)
