@@ -46,6 +46,14 @@ def interruptible():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def speech_by_loudness():
+    """Tests hear noises and tones, in which Silero detects no speech."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("effasr.transcription.inputs.vad.find_spec", lambda name: None)
+        yield
+
+
 @pytest.fixture
 def without_onednn(monkeypatch):
     """Eager linear layers round as those of compiled graphs do."""

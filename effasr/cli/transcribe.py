@@ -200,13 +200,16 @@ def run(options: argparse.Namespace) -> int:
                     _note(reason)
             progress.done()
     missing.report(options)
+    if decoding.vad == "auto" and results.vad == "loudness":
+        _note("noise may be taken for speech: pip install 'effasr[vad]', or choose --vad loudness")
     if interruption.requested:
         again = "" if options.output is None else "; --continue transcribes the others"
         _note(f"interrupted after {complete} of {len(sources)} recordings{again}")
         return _INTERRUPTED
     sys.stderr.write(
         f"{results.audio_seconds:.1f} s of audio in {results.seconds:.1f} s, RTFx "
-        f"{results.rtfx:.1f}" + (f", {failed} failed\n" if failed else "\n")
+        f"{results.rtfx:.1f}, speech detected by {results.vad}"
+        + (f", {failed} failed\n" if failed else "\n")
     )
     return 1 if failed else 0
 

@@ -64,8 +64,11 @@ class DecodingConfig:
             of what ``encoder.max_frames`` allows, if that is less.
         search_seconds: Most seconds by which a cut moves towards a pause.
         gap_seconds: Skip stretches without speech of this many seconds or more (default: 2; 0 for
-            none). An attention decoder may hallucinate words there. Detected by loudness: see
-            `effasr.transcription.inputs.vad`. None to decode everything.
+            none). An attention decoder may hallucinate words there. None to decode all pauses;
+            the ends of each chunk are trimmed to speech in any case.
+        vad: Detector of speech: silero (a network; pip install 'effasr[vad]'), loudness, or auto
+            (the default) for the first of these that is installed. Loudness takes noise that
+            comes and goes for speech. See `effasr.transcription.inputs.vad`.
         tokens_per_frame: With ``extra_tokens``, limits the length of a transcript to
             ``tokens_per_frame * frames + extra_tokens``, because the attention decoder may repeat
             itself forever. `effasr.transcription.recognizer.Recognizer` halves it for frames of 40
@@ -120,6 +123,7 @@ class DecodingConfig:
     chunk_seconds: float = 30.0
     search_seconds: float = 3.0
     gap_seconds: float | None = field(default=2.0, metadata={"metavar": "S", "option": "gap"})
+    vad: Literal["auto", "silero", "loudness"] = field(default="auto", metadata={"metavar": "VAD"})
     tokens_per_frame: float = 2.0
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"

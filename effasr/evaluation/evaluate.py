@@ -111,6 +111,7 @@ def evaluate(
         tuple(failed),
         time.perf_counter() - started,
         method=recognizer.method,
+        vad=recognizer.vad,
         calibrated=settings.calibration is not None if settings.word_confidence else None,
     )
 

@@ -57,6 +57,7 @@ class Evaluation:
     seconds: float = 0.0  # duration of the whole call, loading of audio included
     method: str = ""  # method of decoding; empty for evaluations without one
     calibrated: bool | None = None  # whether the confidences of words are calibrated
+    vad: str | None = None  # name of the detector of speech; None without audio
 
     @property
     def errors(self) -> ErrorCounts:
@@ -131,6 +132,7 @@ class Evaluation:
             "seconds": round(self.seconds, 3),
             "normalizer": self.normalizer,
             "truncated": self.truncated,
+            **({} if self.vad is None else {"vad": self.vad}),
             "failed": len(self.failures),
             "failures": [failure.as_row() for failure in self.failures],
             "groups": {group: _rates(errors) for group, errors in self.groups.items()},
@@ -160,6 +162,7 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
         seconds=max(evaluation.seconds for evaluation in evaluations),
         method=evaluations[0].method,
         calibrated=evaluations[0].calibrated,
+        vad=evaluations[0].vad,
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
 from typing import TypeVar
@@ -58,7 +58,10 @@ class Validator:
         context: DistributedContext,
         prompt: Prompt,
     ) -> None:
-        self._config = config.evaluation
+        # All ranks must detect speech alike, whatever is installed where.
+        decoding = config.evaluation.decoding
+        vad = "loudness" if decoding.vad == "auto" else decoding.vad
+        self._config = replace(config.evaluation, decoding=replace(decoding, vad=vad))
         self._model = model
         self._tokenizer = tokenizer
         self._context = context

@@ -34,9 +34,9 @@ from effasr.transcription.decode_queue import (
 )
 from effasr.transcription.inputs.arrival import Interruption
 from effasr.transcription.inputs.audio_stream import AudioStream
-from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
+from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses, speech_chunks, trimmed
 from effasr.transcription.inputs.prefetch import prefetch
-from effasr.transcription.inputs.vad import is_speech, loudness, without_gaps
+from effasr.transcription.inputs.vad import Detector, Detectors, is_speech, loudness
 from effasr.transcription.online import OnlineStream, online_recognizer
 from effasr.transcription.recordings import (
     FIRST_CHUNKS,
@@ -71,6 +71,8 @@ class Recognizer:
         budget = config.frame_budget * 8 // rows
         self.config = replace(config, frame_budget=budget, tokens_per_frame=per_frame)
         self._frame_samples = self._features.framing.samples
+        self._detectors = Detectors(config.vad, self.sample_rate)
+        self.vad = self._detectors.name
         self.method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
         self._calibration = load_calibration(self.config.calibration, self.method)
@@ -164,13 +166,14 @@ class Recognizer:
 
     def _begin(self, request: Request) -> OpenRecording:
         """Open a recording and read its first chunks, which are all that most have."""
-        recording = OpenRecording(request, self.sample_rate)
+        recording = OpenRecording(request, self.sample_rate, self.vad)
         recording.coming = self._pieces(recording)
         recording.first = list(islice(recording.coming, FIRST_CHUNKS))
         return recording
 
     def _pieces(self, recording: OpenRecording) -> Iterator[Piece]:
         # An error in one file must not end the transcription of the others.
+        detector = self._detectors.take()
         try:
             recording.prompt = self.prompt(recording.request.prompt)
             audio = recording.request.load()
@@ -179,7 +182,7 @@ class Recognizer:
             else:
                 _check(audio)
                 blocks, total = [audio], len(audio)
-            for chunk, samples in self._speech(recording, self._chunks(blocks, total)):
+            for chunk, samples in self._chunks(recording.measuring(blocks), total, detector):
                 missing = max(0, self._frame_samples - len(samples))
                 samples = np.pad(samples, (0, missing)) if missing else samples
                 yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
@@ -187,29 +190,18 @@ class Recognizer:
             # Error messages of effasr are sentences; other errors are shown with their type.
             ours = isinstance(error, ValueError)
             recording.failure = str(error) if ours else f"{type(error).__name__}: {error}"
+        finally:
+            self._detectors.give_back(detector)
 
     def _chunks(
-        self, blocks: Iterable[np.ndarray], total: int | None
+        self, blocks: Iterable[np.ndarray], total: int | None, detector: Detector
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
-        longest = self._longest_chunk()
+        rate, longest, gap = self.sample_rate, self._longest_chunk(), self.config.gap_seconds
         search = min(self.config.search_seconds, longest / 2)
-        return cut_at_pauses(
-            blocks, self.sample_rate, total=total, chunk_seconds=longest, search_seconds=search
-        )
-
-    def _speech(
-        self, recording: OpenRecording, chunks: Iterable[tuple[Chunk, np.ndarray]]
-    ) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Yield the chunks to decode and record the recording's duration."""
-
-        def noted() -> Iterator[tuple[Chunk, np.ndarray]]:
-            for chunk, samples in chunks:
-                recording.duration = chunk.end / self.sample_rate
-                yield chunk, samples
-
-        if self.config.gap_seconds is None:
-            return noted()
-        return without_gaps(noted(), self.sample_rate, self.config.gap_seconds)
+        limits = {"chunk_seconds": longest, "search_seconds": search}
+        if gap is None:
+            return trimmed(cut_at_pauses(blocks, rate, total=total, **limits), rate, detector)
+        return speech_chunks(blocks, rate, detector, gap_seconds=gap, **limits)
 
     def _longest_chunk(self) -> float:
         longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -64,6 +64,7 @@ class OpenRecording:
 
     request: Request
     sample_rate: int
+    vad: str  # name of the voice activity detector
     duration: float = 0.0  # seconds, so far
     prompt: list[int] = field(default_factory=list)  # tokens that the decoder reads first
     pieces: list[Piece] = field(default_factory=list)  # chunks read so far
@@ -76,6 +77,14 @@ class OpenRecording:
     @property
     def finished(self) -> bool:
         return self.read and (self.failure is not None or all(p.decoded for p in self.pieces))
+
+    def measuring(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield blocks of samples and add up the duration."""
+        samples = 0
+        for block in blocks:
+            samples += len(block)
+            self.duration = samples / self.sample_rate
+            yield block
 
     def arriving(self) -> Iterator[Piece]:
         """Yield its pieces as they are read; a separate thread reads all but the first ones."""
@@ -112,7 +121,14 @@ class OpenRecording:
         space = "" if prompt.target in WITHOUT_SPACES else " "
         text = space.join(segment.text for segment in segments if segment.text)
         return Transcription(
-            self.request.id, self.duration, text, segments, space, prompt, self.partial
+            self.request.id,
+            self.duration,
+            text,
+            segments,
+            space,
+            prompt,
+            self.partial,
+            self.vad,
         )
 
 

@@ -185,6 +185,7 @@ class Transcription:
     space: str = " "
     prompt: Prompt = field(default_factory=Prompt)
     partial: str | None = None  # why it is not that of the whole recording
+    vad: str = "loudness"  # name of the voice activity detector
 
     def with_segments(self, segments: Sequence[Segment]) -> Self:
         text = self.space.join(segment.text for segment in segments if segment.text)
@@ -212,6 +213,7 @@ class Transcription:
             "id": self.id,
             "duration": round(self.duration, 3),
             "text": self.text,
+            "vad": self.vad,
             "segments": [segment.as_row() for segment in self.segments],
         }
         return row if self.partial is None else row | {"partial": self.partial}

@@ -35,8 +35,9 @@ class Waveform:
 class TranscriptionRun:
     """The results of one call of `transcribe`, to iterate over once."""
 
-    def __init__(self, results: Iterator[Result]):
+    def __init__(self, results: Iterator[Result], vad: str):
         self._results = results
+        self.vad = vad  # name of the detector of speech
         self.audio_seconds = 0.0
         self.seconds = 0.0
         self.failed = 0
@@ -92,7 +93,8 @@ def transcribe(
     recognizer = Recognizer(model, tokenizer, config)
     recognizer.prompt(prompt)  # a wrong prompt is the caller's error, not that of each file
     requests = (_request(source, prompt, recognizer.sample_rate) for source in sources)
-    return TranscriptionRun(recognizer.results(requests, on_audio, interruption))
+    results = recognizer.results(requests, on_audio, interruption)
+    return TranscriptionRun(results, recognizer.vad)
 
 
 def render(result: Result, style: Literal["text", "jsonl"]) -> str:

@@ -24,6 +24,7 @@ DECODING = [
     "--lm-weight W",
     "--instruction TEXT",
     "--gap S",
+    "--vad {auto,silero,loudness}",
     "--frame-budget N",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]

@@ -74,7 +74,7 @@ def test_subtitles_and_cues_in_json_are_the_same(effasr, workplace, monkeypatch)
     """Also of a segment of 20 s without times of words, and in lines of any width."""
     text = "open the curtain in the kitchen and send the key to thomas and play the news " * 4
 
-    def results(self, requests, on_audio=None):
+    def results(self, requests, *_):
         for request in requests:
             segment = Segment(0.0, 20.0, text.strip(), words=None)
             yield Transcription(request.id, 20.0, text, (segment,))

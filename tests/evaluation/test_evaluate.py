@@ -78,11 +78,11 @@ def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts, 
 
 def test_prompts_are_those_of_the_cuts(evaluation, model, tokenizer, cuts):
     """The same audio in another language is decoded otherwise."""
-    changed = cuts[4].with_id("changed")
-    changed.custom = {**cuts[4].custom, "target_lang": "en", "task": "translate"}
+    changed = cuts[5].with_id("changed")
+    changed.custom = {**cuts[5].custom, "target_lang": "en", "task": "translate"}
     (other,) = evaluate(model, tokenizer, [changed]).utterances
     assert other.group == "de->en"
-    assert other.hypothesis != evaluation.utterances[4].hypothesis
+    assert other.hypothesis != evaluation.utterances[5].hypothesis
 
 
 def test_the_rate_is_that_of_the_pairs(evaluation):

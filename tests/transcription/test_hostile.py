@@ -80,7 +80,7 @@ def test_there_are_many(cases) -> None:
 
 def test_transcribe_reports_each_and_goes_on(effasr, saved, cases) -> None:
     paths = [case.path for case in cases.values()]
-    told = effasr("transcribe", "--run", saved, "--", *paths)
+    told = effasr("transcribe", "--run", saved, "--vad", "loudness", "--", *paths)
     assert told.code == 1
     texts = [line.split("\t")[0] for line in told.out]
     *errors, summary = told.err

@@ -104,7 +104,7 @@ def test_a_moment_of_audio_is_enough(samples, method, model, tokenizer, noise) -
     assert len(result.segments) == 1
 
 
-def test_long_recordings_are_cut_and_joined(model, tokenizer, noise) -> None:
+def test_long_recordings_are_cut_and_joined(model, tokenizer, noise, all_is_speech) -> None:
     samples = noise(11.0, seed=3)
     options = {"chunk_seconds": 3.0, "search_seconds": 0.5}
     config = DecodingConfig(**options)
@@ -112,13 +112,14 @@ def test_long_recordings_are_cut_and_joined(model, tokenizer, noise) -> None:
     assert isinstance(result, Transcription)
     segments = result.segments
     assert len(segments) >= 4
-    assert (segments[0].start, segments[-1].end) == (0.0, result.duration)
+    assert (segments[0].start, segments[-1].end) == pytest.approx((0.0, result.duration), abs=0.7)
     for before, after in pairwise(segments):
-        assert before.end == after.start
+        assert before.end <= after.start
     pieces = [
         Waveform("piece", samples[round(s.start * RATE) : round(s.end * RATE)], RATE)
         for s in segments
     ]
+    all_is_speech()
     assert [s.text for s in segments] == _texts(model, tokenizer, pieces, **options)
     assert result.text == " ".join(s.text for s in segments if s.text)
     assert len(result.text.split()) > 3
@@ -319,7 +320,7 @@ def test_lines_of_text_and_of_json(model, tokenizer, waveforms) -> None:
     (result,) = transcribe(model, tokenizer, waveforms[3:4])
     assert render(result, "text") == f"w3\t{result.text}\n"
     row = json.loads(render(result, "jsonl"))
-    assert list(row) == ["id", "duration", "text", "segments"]
+    assert list(row) == ["id", "duration", "text", "vad", "segments"]
     assert row["duration"] == 3.3
     (segment,) = row["segments"]
     assert (segment["start"], segment["end"], segment["text"]) == (0.0, 3.3, result.text)

