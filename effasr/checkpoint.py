@@ -39,6 +39,7 @@ from effasr.model.config import ModelConfig
 from effasr.nn.lora import adapters, without_adapters
 from effasr.untrusted.documents import WRONG_VALUES, read_json_object, read_yaml
 from effasr.untrusted.files import open_regular, plain_name, read_text
+from effasr.untrusted.mistaken import mistaken
 
 DESCRIPTION, WEIGHTS, MANIFEST = "model.yaml", "model.safetensors", "manifest.json"
 _TOKENIZER = "tokenizer"
@@ -195,7 +196,11 @@ def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}.") from None
     except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        kind = mistaken(path)
+        problem = f"is damaged: {error}" if kind is None else f"is {kind[0]}: {kind[1]}."
+        if kind is not None and "safetensors" in kind[0]:
+            problem = f"is damaged: {error}"
+        raise CheckpointError(f"{path} {problem}") from error
     except RuntimeError as error:
         heading, *differences = str(error).splitlines() or [""]
         if "loading state_dict" not in heading:

@@ -66,7 +66,7 @@ def _import(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
         nemo = import_nemo(source)
         model = ASRModel.from_state_dict(nemo.config, nemo.vocab_size, nemo.state)
         return model, nemo.tokenizer, nemo.prompt
-    return *_import_hugging_face(source), None
+    return _import_hugging_face(source)
 
 
 def _model_in(source: Path) -> Path:
@@ -76,23 +76,37 @@ def _model_in(source: Path) -> Path:
     if not source.is_dir() or any((source / name).is_file() for name in (CONFIG, "config.json")):
         return source
     files = sorted(source.glob("*.nemo"))
+    if not files and (saved := [path.name for path in source.glob("checkpoint-*")]):
+        last = max(saved, key=lambda name: (len(name), name))
+        raise ValueError(
+            f"{source} must be one model, but has {len(saved)} checkpoints of transformers' "
+            f"Trainer: name one of them, such as {source / last}."
+        )
     if len(files) > 1:
         names = ", ".join(path.name for path in files)
         raise ValueError(f"{source} must have one .nemo file, but has {names}: name one of them.")
     return files[0] if files else source
 
 
-def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:
-    from effasr.data.tokenizer import load_hugging_face
+def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
+    from effasr.data.tokenizer import WhisperTokenizer, load_hugging_face
     from effasr.interop.huggingface.checkpoint import import_model
+    from effasr.interop.huggingface.files import check_tokenizer, read_prompt_settings
     from effasr.model.asr import ASRModel
 
+    if (source / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{source} must be a whole model, but is an adapter of one: merge them with peft: "
+            "`model = PeftModel.from_pretrained(base, FOLDER).merge_and_unload()`, then "
+            "`model.save_pretrained(OUT)`, and copy the tokenizer of the base model into OUT."
+        )
     if not (source / "config.json").is_file():
         raise ValueError(
             f"{source} must be a .nemo file, or a folder with a Canary, a Parakeet or a Whisper of "
             "Hugging Face, but has no config.json: `hf download openai/whisper-small --local-dir "
             "FOLDER` fetches one."
         )
+    check_tokenizer(source)
     tokenizer = load_hugging_face(source)
     model = ASRModel.from_state_dict(*import_model(source))
     if tokenizer.vocab_size > model.vocab_size:
@@ -100,7 +114,9 @@ def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer]:
             f"{source}: tokenizer.json must be the model's, but has {tokenizer.vocab_size} "
             f"tokens, and the model has {model.vocab_size}."
         )
-    return model, tokenizer
+    if not isinstance(tokenizer, WhisperTokenizer):
+        return model, tokenizer, None
+    return model, tokenizer, tokenizer.trained_prompt(read_prompt_settings(source))
 
 
 def add_export(command: AddCommand) -> None:

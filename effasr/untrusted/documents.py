@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from effasr.untrusted.files import DOCUMENT_BYTES, read_bytes, read_text
+from effasr.untrusted.mistaken import mistaken
 
 YAML_BYTES = 4 << 20
 """Largest size of a YAML file in bytes: PyYAML reads about 1 MB in 5 seconds."""
@@ -41,7 +42,12 @@ WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, Runtime
 
 
 def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
-    return parse_json(read_text(path, most_bytes), str(path))
+    try:
+        return parse_json(read_text(path, most_bytes), str(path))
+    except ValueError as error:
+        if (kind := mistaken(Path(path))) is not None:
+            raise ValueError(f"{path} must be JSON, but is {kind[0]}: {kind[1]}.") from error
+        raise
 
 
 def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict[str, Any]:

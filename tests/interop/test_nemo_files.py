@@ -227,7 +227,7 @@ def test_no_program_in_a_checkpoint_is_run(tmp_path):
         (lambda data: b"no tar at all", "must be a .nemo file, a tar, but cannot be read"),
         (lambda data: data[: len(data) // 2], "must be a .nemo file, a tar, but cannot be read"),
         (lambda data: gzip.decompress(data)[:40_000], "a tar, but cannot be read"),
-        (lambda data: b"", "a tar, but cannot be read"),
+        (lambda data: b"", "a tar, but is empty"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, damage, message):

@@ -78,6 +78,23 @@ class WhisperTokenizer(HuggingFaceTokenizer):
             names[1:1] = [f"<|{source}|>", _TASKS[prompt.task]]
         return [self._vocabulary[name] for name in names]
 
+    def trained_prompt(self, generation: Mapping[str, Any]) -> Prompt:
+        """Return the prompt that settings of ``generate`` ask for, those of older versions too."""
+        names = {token: name for name, token in self._vocabulary.items()}
+        forced = generation.get("forced_decoder_ids")
+        pairs = [pair for pair in forced or () if isinstance(pair, list) and len(pair) == 2]
+        tokens = [names.get(token, "") for _, token in pairs if isinstance(token, int)]
+        language, task = generation.get("language"), generation.get("task")
+        if not isinstance(language, str):
+            language = next((name for name in tokens if _LANGUAGE.fullmatch(name)), None)
+        if not isinstance(task, str):
+            task = next((name for name in _TASKS if _TASKS[name] in tokens), None)
+        if not self.is_multilingual or language is None:
+            return Prompt()
+        source = language_among(language, self.sources, "speech")
+        translates = task == "translate" and source != _TRANSLATION
+        return Prompt().stating(source, _TRANSLATION if translates else source)
+
     def generation(self, prompt: Prompt) -> dict[str, Any]:
         """Return the settings of transformers' ``generate`` for these tokens."""
         vocabulary = self._vocabulary

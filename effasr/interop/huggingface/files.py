@@ -14,12 +14,15 @@ from torch import Tensor
 
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import plain_name
+from effasr.untrusted.mistaken import wrong_file
+from effasr.untrusted.tensors import named_tensors
 
 if TYPE_CHECKING:
     from effasr.interop.tables import Renames
     from effasr.model.asr import ASRModel
     from effasr.model.config import ModelConfig
 
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Tables that effasr computes itself.
 _IGNORED = ("preprocessor.featurizer.", ".inv_freq", ".positional_embedding")
 
@@ -112,10 +115,43 @@ def read_generation(directory: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
+def read_prompt_settings(directory: Path) -> dict[str, Any]:
+    """The settings of generation, or of an older configuration, else those of the tokenizer."""
+    settings = read_generation(directory) or read_json_object(directory / "config.json")
+    saved = directory / "tokenizer_config.json"
+    tokenizer = read_json_object(saved) if saved.is_file() else {}
+    names = {name: tokenizer[name] for name in ("language", "task") if name in tokenizer}
+    return names | {name: value for name, value in settings.items() if value is not None}
+
+
+_BASES = {51_864: "openai/whisper-tiny.en", 51_866: "openai/whisper-large-v3"}
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Check that there is a tokenizer, which checkpoints of transformers' Trainer may lack."""
+    if (directory / "tokenizer.json").is_file() or all(
+        (directory / name).is_file() for name in ("vocab.json", "merges.txt")
+    ):
+        return
+    missing = f"{directory / 'tokenizer.json'}: there is no such file."
+    for folder in (directory.parent, *sorted(directory.parent.glob("checkpoint-*"))):
+        if (folder / "tokenizer.json").is_file():
+            raise ValueError(f"{missing} Copy that of {folder}, if it is of the same model.")
+    mapping = read_json_object(directory / "config.json")
+    base = str(mapping.get("_name_or_path"))
+    if mapping.get("model_type") == "whisper" and not base.startswith("openai/whisper-"):
+        # All sizes have one tokenizer, but for English-only models and the third version.
+        base = _BASES.get(mapping.get("vocab_size", 0), "openai/whisper-tiny")
+    raise ValueError(
+        f"{missing} Copy it from the model that was fine-tuned: `hf download "
+        f"{base if '/' in base else 'MODEL'} tokenizer.json --local-dir {directory}`."
+    )
+
+
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Read ``model.safetensors``, or its shards with their index."""
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    """Read ``model.safetensors``, else ``pytorch_model.bin``, or its shards with their index."""
+    whole = next((name for name in WEIGHT_FILES if _has(directory, name)), WEIGHT_FILES[0])
+    index, names = directory / f"{whole}.index.json", [whole]
     if index.is_file():
         files = read_json_object(index).get("weight_map")
         if not isinstance(files, dict):
@@ -125,14 +161,41 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in names:
         if not (directory / name).is_file():
-            raise FileNotFoundError(f"{directory / name}: there is no such file.")
-        try:
-            weights |= load_file(directory / name)
-        except (SafetensorError, RuntimeError) as error:
-            raise ValueError(f"{directory / name} is damaged: {error}: copy it again.") from error
+            missing = f"{directory / name}: there is no such file."
+            raise FileNotFoundError(missing + _remedy(directory))
+        weights |= _read(directory / name)
+    # Wrappers of a model in training are part of the names that it has in them.
+    for wrapper in ("module.", "_orig_mod.", "module."):
+        if all(name.startswith(wrapper) for name in weights):
+            weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
     return {
         name: value for name, value in weights.items() if not any(part in name for part in _IGNORED)
     }
+
+
+def _has(directory: Path, name: str) -> bool:
+    return (directory / name).is_file() or (directory / f"{name}.index.json").is_file()
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".bin":
+        return named_tensors(path, str(path))
+    try:
+        return load_file(path)
+    except (SafetensorError, RuntimeError) as error:
+        raise wrong_file(path, "a file of safetensors", error, "is damaged") from error
+
+
+def _remedy(directory: Path) -> str:
+    """Return what to do about weights of another program."""
+    for name in ("tf_model.h5", "flax_model.msgpack"):
+        if (directory / name).is_file():
+            option = "from_tf" if name.startswith("tf") else "from_flax"
+            return (
+                f" Of {name}, transformers writes it: from_pretrained(FOLDER, {option}=True), then "
+                "save_pretrained(FOLDER)."
+            )
+    return ""
 
 
 def write_json(path: Path, mapping: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import shutil
 import tarfile
 import tempfile
@@ -25,7 +24,8 @@ from torch import Tensor
 from effasr.data.atomic_files import atomic_file
 from effasr.untrusted.documents import YAML_BYTES, dump_yaml, parse_yaml
 from effasr.untrusted.files import BoundedTar, open_regular, read_bytes
-from effasr.untrusted.tensors import is_honest, load_tensors
+from effasr.untrusted.mistaken import wrong_file
+from effasr.untrusted.tensors import named_tensors
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _PREFIX = "nemo:"
@@ -84,9 +84,8 @@ def read_archive(path: str | Path) -> NemoArchive:
         try:
             files = _unpack(path, weights)
         except _DAMAGED as error:
-            raise ValueError(
-                f"{path} must be a .nemo file, a tar, but cannot be read: {error}: copy it again."
-            ) from error
+            damaged = "must be a .nemo file, a tar, but cannot be read"
+            raise wrong_file(path, "a .nemo file, a tar", error, damaged) from error
         # The mapped pages stay readable after the temporary folder is removed.
         return _archive(path, files, weights if weights.is_file() else None)
 
@@ -148,25 +147,7 @@ def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoA
     if not isinstance(config, dict):
         excerpt = repr(config)[:200]
         raise ValueError(f"{path}: {CONFIG} must be a mapping, but is {excerpt}.")
-    return NemoArchive(path, config, _load(path, weights), files)
-
-
-def _load(path: Path, weights: Path) -> dict[str, Tensor]:
-    try:
-        state = load_tensors(weights, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path}: {WEIGHTS} must hold tensors alone, but does not, and is not opened as it "
-            "could run a program: load and save the model with NeMo, if you trust it."
-        ) from error
-    except Exception as error:  # torch and zipfile raise many kinds, such as IndexError.
-        raise ValueError(f"{path}: {WEIGHTS} is damaged: {error}: copy it again.") from error
-    if not isinstance(state, Mapping) or not all(
-        isinstance(name, str) and torch.is_tensor(value) and is_honest(value)
-        for name, value in state.items()
-    ):
-        raise ValueError(f"{path}: {WEIGHTS} must hold tensors by name, but does not.")
-    return dict(state)
+    return NemoArchive(path, config, named_tensors(weights, f"{path}: {WEIGHTS}"), files)
 
 
 def write_archive(
