@@ -131,6 +131,9 @@ class LabelFolder:
         row: dict[str, Any] = {"id": source.id}
         if isinstance(result, Failure):
             row |= {"audio": source.audio, "problem": result.reason}
+        elif result.partial is not None:
+            # Training does not read damaged files either.
+            row |= {"audio": source.audio, "problem": f"{source.id}: {result.partial}"}
         else:
             row["segments"] = list(_segments(source, result, source.prompt or default))
         with self._journal.open("ab") as file:

@@ -186,6 +186,8 @@ class Recognizer:
                 missing = max(0, self._frame_samples - len(samples))
                 samples = np.pad(samples, (0, missing)) if missing else samples
                 yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
+            if isinstance(audio, AudioStream):
+                recording.partial = audio.partial
         except Exception as error:
             # Error messages of effasr are sentences; other errors are shown with their type.
             ours = isinstance(error, ValueError)

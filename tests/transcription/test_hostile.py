@@ -82,14 +82,18 @@ def test_transcribe_reports_each_and_goes_on(effasr, saved, cases) -> None:
     paths = [case.path for case in cases.values()]
     told = effasr("transcribe", "--run", saved, "--vad", "loudness", "--", *paths)
     assert told.code == 1
-    texts = [line.split("\t")[0] for line in told.out]
+    parts = [line.split("\t")[0] for line in told.out if "[partial: " in line]
+    texts = [line.split("\t")[0] for line in told.out if "[partial: " not in line]
     *errors, summary = told.err
     assert len(texts) + len(errors) == len(cases)
+    assert len(parts) > 3
+    assert all(any(_is_about(line, path) for line in errors) for path in parts)
     assert summary.endswith(f", {len(errors)} failed")
     for name, case in cases.items():
         visible = one_line(case.path)
         assert texts.count(visible) + sum(_is_about(line, visible) for line in errors) == 1, name
         if case.fate == GOOD:
+            assert visible not in parts, name
             assert visible in texts, (name, [line for line in errors if visible in line])
         if case.fate == BAD:
             assert visible not in texts, name

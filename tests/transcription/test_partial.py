@@ -5,14 +5,18 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
 from effasr.decoding.config import DecodingConfig
 from effasr.transcription.inputs.arrival import Interruption
+from effasr.transcription.inputs.audio_stream import open_stream
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.outputs.writers import ResultWriter
 from effasr.transcription.results import INTERRUPTED, Segment, Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
+from tests.support.real_ffmpeg import real_ffmpeg
 
 RATE = 16_000
 SHORT = DecodingConfig(chunk_seconds=2.0, search_seconds=0.5, frame_budget=60)
@@ -75,3 +79,70 @@ def test_every_format_marks_a_part(style, tmp_path, capsys) -> None:
     assert ".partial." in file.name
     assert "interrupted" in file.read_text()
     assert Path(file).suffix == {"text": ".txt"}.get(style, f".{style}")
+
+
+def _speechlike(path: Path, seconds: float, form: str) -> np.ndarray:
+    draw = np.random.default_rng(1)
+    count = int(seconds * RATE)
+    samples = 0.1 * draw.standard_normal(count) * np.repeat(draw.random(count // 800), 800)
+    with soundfile.SoundFile(path, "w", RATE, 1, format=form) as file:
+        for begin in range(0, count, RATE):
+            file.write(samples[begin : begin + RATE])
+    return samples
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "MP3", "OGG"])
+def test_a_file_that_was_cut_short_is_partial(form, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = tmp_path / f"x.{form.lower()}"
+    samples = _speechlike(path, 30.0, form)
+    path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
+    stream = open_stream(path, RATE)
+    received = np.concatenate(list(stream.blocks))
+    assert stream.partial is not None
+    assert not stream.partial.startswith(str(tmp_path))
+    assert 16.5 * RATE < len(received) < 20 * RATE
+    length = 16 * RATE
+    lags = [np.vdot(received[RATE + lag : length + lag], samples[RATE:length]) for lag in (0, 576)]
+    norm = np.linalg.norm(samples[RATE:length]) ** 2
+    assert max(lags) > 0.8 * norm
+
+
+def test_bad_bytes_in_the_middle(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "x.flac"
+    samples = _speechlike(path, 60.0, "FLAC")
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 200] = np.random.default_rng(0).bytes(200)
+    path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        stream = open_stream(path, RATE)
+        received = np.concatenate(list(stream.blocks))
+        assert stream.partial == "the audio is damaged: Error : flac decoder lost sync."
+        assert 19 * RATE < len(received) < 31 * RATE
+        assert np.abs(received - samples[: len(received)]).max() < 1e-3
+    program = real_ffmpeg()
+    if program is None:
+        pytest.skip("neither ffmpeg nor imageio-ffmpeg is installed")
+    (tmp_path / "ffmpeg").symlink_to(program)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    stream = open_stream(path, RATE)
+    received = np.concatenate(list(stream.blocks))
+    assert "ffmpeg reads" in (stream.partial or "")
+    assert len(received) == pytest.approx(len(samples), abs=0.1 * RATE)
+    at = 45 * RATE
+    assert np.abs(received[at : at + RATE] - samples[at : at + RATE]).max() < 1e-3
+
+
+def test_the_command_says_so(effasr, saved, tmp_path) -> None:
+    path = tmp_path / "x.wav"
+    _speechlike(path, 8.0, "WAV")
+    path.write_bytes(path.read_bytes()[: -2 * RATE * 3])
+    done = effasr("transcribe", "--run", saved, "--json", path)
+    assert done.code == 1
+    (row,) = done.rows
+    assert row["duration"] == pytest.approx(5.0, abs=0.01)
+    assert row["partial"].startswith("the file was cut short: 3.000 s of 8.000 s are missing")
+    assert f"{path}: only 5.0 s: the file was cut short" in done.err
+    assert done.err.endswith(", 1 failed\n")

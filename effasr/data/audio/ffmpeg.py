@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, BinaryIO, cast
@@ -58,23 +58,27 @@ def ffmpeg_blocks(
     offset: float = 0.0,
     duration: float | None = None,
     track: int = 0,
+    channels: Sequence[int] | None = None,
 ) -> Generator[np.ndarray]:
     """Decode an audio track of a file to blocks of float32 (samples,), mono.
 
-    Time is that of the container: what is missing before the audio, or in it, is silence.
+    Time is that of the container: what is missing before the audio, or in it, is silence. The
+    chosen ``channels`` are averaged; by default all are mixed as ffmpeg does. Where only a part
+    can be decoded, an error follows the last block.
     """
     size = regular_file_size(path)
     # Seeking to 0 has an effect: it shifts some formats by the delay of their codec.
     begin = ["-ss", _seconds(offset)] if offset else []
     length = [] if duration is None else ["-t", _seconds(duration)]
     command = [
-        *_reading(path, reason, begin, track),
+        *_reading(path, reason, begin, track, channels),
         *length,
         *("-ac", "1", "-ar", str(sample_rate), "-f", "f32le", "pipe:1"),
     ]
     most = SAMPLES_PER_BYTE * size
     longest = most if duration is None else min(most, round(duration * sample_rate))
-    return _blocks(command, str(path), sample_rate, most, longest)
+    wanted = max(channels, default=0) if channels is not None else 0
+    return _blocks(command, str(path), sample_rate, most, longest, wanted)
 
 
 def write_flac(path: str | Path, target: Path, reason: str) -> None:
@@ -147,9 +151,19 @@ _MAX_LOG = 1 << 22  # bytes; texts in a file, such as lyrics, are logged too
 # aresample would fill the time before it, but again at each change of the sample rate.
 _TIMELINE = (
     "aresample=async=1,asplit[samples][first];[first]aselect=eq(n\\,0),ashowinfo,anullsink;"
-    "[samples]anull"
+    "[samples]"
 )
-_FIRST = re.compile(rb"ashowinfo.* pts_time:(-?[\d.]+)")
+_FIRST = re.compile(rb"ashowinfo.* pts_time:(-?[\d.]+).* channels:(\d+)")
+
+
+def _check_channel(log: IO[bytes], name: str, wanted: int) -> None:
+    # For `pan`, a channel that does not exist is silent.
+    first = _FIRST.search(os.pread(log.fileno(), _MAX_LOG, 0))
+    if first is not None and wanted >= int(first[2]):
+        raise AudioError(
+            AudioProblem.UNREADABLE,
+            f"{name}: channel {wanted} is wanted, but the file has {int(first[2])}.",
+        )
 
 
 def _silence_before(log: IO[bytes], sample_rate: int) -> int:
@@ -160,7 +174,13 @@ def _silence_before(log: IO[bytes], sample_rate: int) -> int:
     return round(seconds * sample_rate) if seconds >= _LEAST_HOLE_S else 0
 
 
-def _reading(path: str | Path, reason: str, begin: list[str], track: int = 0) -> list[str]:
+def _reading(
+    path: str | Path,
+    reason: str,
+    begin: list[str],
+    track: int = 0,
+    channels: Sequence[int] | None = None,
+) -> list[str]:
     """Return the part of a command that reads an audio track of a file."""
     program = shutil.which("ffmpeg")
     if program is None:
@@ -168,6 +188,8 @@ def _reading(path: str | Path, reason: str, begin: list[str], track: int = 0) ->
             AudioProblem.UNREADABLE,
             f"{reason} ffmpeg might read it, but is not on the PATH: install it.",
         )
+    chosen = channels or ()
+    terms = "+".join(f"{1 / len(chosen):.9f}*c{channel}" for channel in chosen)
     return [
         # A decoder would have a thread for each core, and memory of its own in each.
         *(program, "-nostdin", "-hide_banner", "-nostats", "-threads", "1"),
@@ -176,7 +198,7 @@ def _reading(path: str | Path, reason: str, begin: list[str], track: int = 0) ->
         # Without an offset, the time of MPEG streams begins with the audio, not with the video.
         *("-itsoffset", "0.000001"),
         *("-i", f"file:{os.fspath(path)}", "-map", f"0:a:{track}", "-vn", "-sn", "-dn"),
-        *("-af", _TIMELINE),
+        *("-af", _TIMELINE + (f"pan=mono|c0={terms}" if terms else "anull")),
     ]
 
 
@@ -186,13 +208,15 @@ def _seconds(value: float) -> str:
 
 
 def _blocks(
-    command: list[str], name: str, sample_rate: int, most: int, longest: int
+    command: list[str], name: str, sample_rate: int, most: int, longest: int, channel: int
 ) -> Generator[np.ndarray]:
     """Yield up to ``longest`` samples; more than ``most`` are an error."""
     with tempfile.TemporaryFile() as log:
         count = 0
         with closing(_chunks(command, name, _BLOCK_S * sample_rate * _BYTES, log)) as chunks:
             for samples in _samples(chunks, log, sample_rate):
+                if not count:
+                    _check_channel(log, name, channel)
                 if not np.isfinite(samples).all():
                     raise AudioError(
                         AudioProblem.NOT_FINITE, f"{name}: a sample is NaN or infinite."
@@ -209,6 +233,9 @@ def _blocks(
                     yield block
         if not count:
             raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, 0)}")
+        words = os.pread(log.fileno(), _MAX_LOG, 0).decode("utf-8", "replace")
+        if (problem := _PROBLEM.search(words)) is not None:
+            raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {problem[1][:200]}")
 
 
 def _samples(chunks: Iterator[bytes], log: IO[bytes], sample_rate: int) -> Iterator[np.ndarray]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import soundfile
 import soxr
 
 from effasr.data.audio.audio_file import AudioFile, UnknownFormat
@@ -22,14 +23,16 @@ from effasr.data.audio.waveform import (
 )
 
 _BLOCK_S = 10
+_SHORT_BLOCK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AudioStream:
     """Audio that is read once, in order."""
 
     blocks: Iterator[np.ndarray]  # float32 (samples,) each, mono, at the requested rate
     total: int | None = None  # samples of all blocks together; None if only the end shows it
+    partial: str | None = None  # after the last block: why they are not all of the recording
 
 
 def open_stream(
@@ -42,27 +45,93 @@ def open_stream(
     track: int = 0,
 ) -> AudioStream:
     """Open a file, or a part of it, as mono; by ffmpeg where soundfile cannot read it."""
+    stream = AudioStream(iter(()))
     try:
         if track and not isinstance(path, TarMember):
             raise UnknownFormat(AudioProblem.UNREADABLE, f"{path}: has track {track} by ffmpeg.")
         file = open_part(path, offset, duration)
     except UnknownFormat as error:
-        if isinstance(path, TarMember) or channels is not None:
+        if isinstance(path, TarMember):
             raise
-        blocks = ffmpeg_blocks(path, sample_rate, str(error), offset, duration, track)
-        return AudioStream(blocks)
+        stream.blocks = _up_to_damage(
+            stream,
+            ffmpeg_blocks(path, sample_rate, str(error), offset, duration, track, channels),
+            str(path),
+        )
+        return stream
     try:
-        if duration is None:
-            file.check_complete()
         begin, length = place(file, path, offset, duration)
+        if duration is None:
+            try:
+                file.check_complete()
+            except AudioError as error:
+                stream.partial = _reason(error, str(path))
     except AudioError:
         file.close()
         raise
     rate = file.samplerate
-    total = (2 * length * sample_rate + rate) // (2 * rate)
-    values = _BLOCK_S * rate * file.channels
-    blocks = mono_blocks(file, path, begin, length, channels, values)
-    return AudioStream(_resampled(file, blocks, sample_rate, str(path)), total)
+    stream.total = (2 * length * sample_rate + rate) // (2 * rate)
+    blocks = _read(stream, file, path, begin, length, channels)
+    stream.blocks = _resampled(file, blocks, sample_rate, str(path))
+    return stream
+
+
+def _read(
+    stream: AudioStream,
+    file: AudioFile,
+    path: str | Path | TarMember,
+    begin: int,
+    length: int,
+    channels: Sequence[int] | None,
+) -> Iterator[np.ndarray]:
+    """Yield the samples of a file; behind damage, those that ffmpeg reads."""
+    rate, count, problem = file.samplerate, 0, None
+    # A block with an error is lost as a whole: those of the second attempt are short.
+    for seconds in (_BLOCK_S, _SHORT_BLOCK_S):
+        values = max(1, round(seconds * rate)) * file.channels
+        try:
+            if problem is not None:
+                file.seek(begin + count)
+            for block in mono_blocks(file, path, begin + count, length - count, channels, values):
+                count += len(block)
+                yield block
+            return
+        except (AudioError, soundfile.SoundFileError) as error:
+            problem = error if problem is None or isinstance(error, AudioError) else problem
+    assert isinstance(problem, AudioError)
+    recovered = 0
+    if problem.problem == AudioProblem.UNREADABLE and not isinstance(path, TarMember):
+        offset, missing = (begin + count) / rate, (length - count) / rate
+        # Its messages say no more than what is known already.
+        with suppress(AudioError):
+            blocks = ffmpeg_blocks(path, rate, "", offset, missing, channels=channels)
+            with closing(blocks):
+                for block in blocks:
+                    recovered += len(block)
+                    yield block
+    if not count + recovered:
+        raise problem
+    note = f" ffmpeg reads {recovered / rate:.1f} s after it." if recovered else ""
+    stream.partial = stream.partial or _reason(problem, str(path)) + note
+
+
+def _up_to_damage(
+    stream: AudioStream, blocks: Generator[np.ndarray], name: str
+) -> Iterator[np.ndarray]:
+    is_empty = True
+    try:
+        with closing(blocks):
+            for block in blocks:
+                is_empty = False
+                yield block
+    except AudioError as error:
+        if is_empty:
+            raise
+        stream.partial = _reason(error, name)
+
+
+def _reason(error: AudioError, name: str) -> str:
+    return str(error).removeprefix(f"{name}: ")
 
 
 def _resampled(
