@@ -123,3 +123,20 @@ def test_a_plan_tells_how_much_is_silence(effasr, checkpoint, corpus, tmp_path):
     assert "over_model_length 1" in done.out
     recipe.write_text(recipe.read_text() + "model: {features: {minimum_s: 0}}\n")
     assert "silence" not in effasr(*plan).out
+
+
+def test_timestamps_that_a_tokenizer_does_not_list_stay_possible(effasr, checkpoint, tmp_path):
+    """As in the tokenizer.json of some folders of faster-whisper."""
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    shutil.copytree(checkpoint, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    added = tokenizer["added_tokens"]
+    stamps = [x["id"] for x in added if "." in x["content"]]
+    tokenizer["added_tokens"] = [x for x in added if x["id"] not in stamps]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert effasr("import", folder, tmp_path / "imported").code == 0
+    assert effasr("export", tmp_path / "imported", out).code == 0
+    suppressed = json.loads((out / "generation_config.json").read_text())["suppress_tokens"]
+    assert len(stamps) > 50
+    assert not {*stamps} & {*suppressed}
+    assert suppressed == [1, 2, 7, *range(EOS + 1, EOS + 10)]

@@ -67,6 +67,9 @@ _POSITIONS = "model.encoder.embed_positions.weight"
 _POSITION_ERROR = 2e-4
 """Rounding error of float32 sinusoids of angles up to 1500."""
 
+_TIMESTAMPS = 1501
+"""From 0 to 30 s, each 20 ms."""
+
 _SELF, _CROSS = ".self_attn.", ".encoder_attn."
 # Whisper's projections of keys have no bias.
 _ATTENTION_NAMES = (
@@ -215,7 +218,7 @@ def _write(model: ASRModel, tokens: SpecialTokens) -> Content:
     }
     generation = {
         "max_length": decoder.max_positions,
-        "suppress_tokens": [*decoder.suppress, *tokens.unused_classes(model.vocab_size)],
+        "suppress_tokens": [*decoder.suppress, *_unused_classes(tokens, model.vocab_size)],
         "begin_suppress_tokens": list(decoder.begin_suppress),
         "return_timestamps": False,
         **ids,
@@ -228,6 +231,13 @@ def _write(model: ASRModel, tokens: SpecialTokens) -> Content:
     table = whisper_sinusoids(torch.arange(encoder.max_frames), encoder.width)
     computed = {_POSITIONS: table} if encoder.positions == "sinusoidal" else {}
     return Content(fields, preprocessor, generation, computed)
+
+
+def _unused_classes(tokens: SpecialTokens, vocab_size: int) -> list[int]:
+    """The classes that no token has; timestamps, which some tokenizers do not list, have one."""
+    last = tokens.generation.get("no_timestamps_token_id", vocab_size)
+    timestamps = range(last + 1, last + 1 + _TIMESTAMPS)
+    return [number for number in tokens.unused_classes(vocab_size) if number not in timestamps]
 
 
 def _check(config: ModelConfig, encoder: WhisperEncoderConfig, decoder: DecoderConfig) -> None:
