@@ -85,6 +85,7 @@ class ASRModel(nn.Module):
             self.encoder = FastConformerEncoder(config.encoder, config.features.mel_bins, **stream)
         width = config.encoder.width
         self.ctc_head = nn.Linear(width, vocab_size + 1) if config.ctc else None
+        self.ctc_backend: str | None = None
         self.transducer = None
         if config.transducer is not None:
             self.transducer = Transducer(config.transducer, width, vocab_size)
@@ -176,6 +177,7 @@ class ASRModel(nn.Module):
                     batch.text.layout,
                     bias=self.ctc_head.bias,
                     blank_id=self.vocab_size,
+                    backend=self.ctc_backend,
                 )
         if self.transducer is not None and is_speech:
             with ranges.range("transducer"):

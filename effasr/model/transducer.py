@@ -81,6 +81,9 @@ class Transducer(nn.Module):
         https://arxiv.org/abs/2304.06795 (TDT).
     """
 
+    backend: str | None = None
+    """Of the loss; None for any that serves the call."""
+
     def __init__(self, config: TransducerConfig, encoder_width: int, vocab_size: int):
         super().__init__()
         self.config, self.blank_id = config, vocab_size
@@ -114,6 +117,7 @@ class Transducer(nn.Module):
             durations=self.config.durations,
             sigma=self.config.sigma,
             max_nodes=max_nodes,
+            backend=self.backend,
             # No layer needs what it gave again. On a CPU a second forward would be the price.
             overwrite_inputs=encoded.values.is_cuda and not torch.compiler.is_compiling(),
         )

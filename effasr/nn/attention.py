@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,9 @@ from effasr_kernels.shared.joined import unbind_parts
 
 class SelfAttention(nn.Module):
     """Attention within each sequence: (T, width) to (T, width)."""
+
+    backend: str | None = None
+    """In training; None for any that serves the call, as elsewhere."""
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class SelfAttention(nn.Module):
             position=self._position(embeddings),
             dropout=self.dropout if self.training else 0.0,
             seed=seed,
+            backend=self.backend if self.training else None,
         )
         return y.flatten(1), (k, v)
 
@@ -138,6 +144,10 @@ class RelativeSelfAttention(SelfAttention):
 class CrossAttention(nn.Module):
     """Attention from the rows of one packed batch to the rows of another."""
 
+    backend: str | None = None
+    """In training; None for any that serves the call, as elsewhere."""
+    guided_backend: str | None = None
+
     def __init__(
         self,
         width: int,
@@ -178,11 +188,12 @@ class CrossAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         penalty = None
         if sigma is None:
-            y = attention(q, k, v, layout, layout_encoded, dropout=dropout, seed=seed)
+            backend = self.backend if self.training else None
+            options: dict[str, Any] = {"dropout": dropout, "seed": seed, "backend": backend}
+            y = attention(q, k, v, layout, layout_encoded, **options)
         else:
-            y, by_head = guided_attention(
-                q, k, v, layout, layout_encoded, sigma=sigma, dropout=dropout, seed=seed
-            )
+            options = {"dropout": dropout, "seed": seed, "backend": self.guided_backend}
+            y, by_head = guided_attention(q, k, v, layout, layout_encoded, sigma=sigma, **options)
             penalty = by_head.mean(1)
         y = y.flatten(1)
         return self.o_proj(y) if residual is None else residual.project(self.o_proj, y), penalty

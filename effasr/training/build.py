@@ -31,6 +31,7 @@ from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
+from effasr.training.kernels import select_backends
 from effasr.training.loss import Objective
 from effasr.training.metrics import Gauge
 from effasr.training.step import StepConfig, TrainState, run_micro_batch
@@ -75,7 +76,9 @@ def build_model(
             f"{vocab_size}: use the tokenizer of its folder."
         )
     prepare_weights(model, config, source, saved)
-    return model.to(device).train()
+    model = model.to(device).train()
+    select_backends(model, config, device)
+    return model
 
 
 def build_strategy(config: TrainConfig, context: DistributedContext) -> SynchronousStrategy:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from effasr import config as configuration
 from effasr.data.config import DataConfig
@@ -312,6 +312,51 @@ class EvaluationConfig:
             )
 
 
+AttentionBackend = Literal[
+    "auto", "triton", "cpp", "flash_attn_2", "flash_attn_3", "flash_attn_4", "varlen", "reference"
+]
+OwnBackend = Literal["auto", "triton", "cpp", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelsConfig:
+    """Backends of operations that have several, in training; validation takes what serves it.
+
+    ``auto``: of attention, the fastest that serves the call by the rows of ``profiling/results`` of
+    a checkout that were measured on this GPU; without such rows, Triton on a GPU, and C++ or the
+    reference on a CPU. Any other backend is never replaced: training does not start with one that
+    cannot serve. Attention of a language model has no choice.
+
+    Attributes:
+        attention: Backend of all attention that has no field of its own. ``varlen`` and
+            ``flash_attn_*`` compute in bfloat16 and float16, without positions, contexts and
+            dropout.
+        decoder_attention: Of the decoder's self-attention; by default that of ``attention``.
+        cross_attention: Of the decoder's attention to the encoder output, without the guided
+            penalty; by default that of ``attention``.
+        guided_attention: Of cross-attention with the guided penalty.
+        ctc_loss: Of the CTC loss.
+        transducer_loss: Of the transducer's loss.
+    """
+
+    attention: AttentionBackend = "auto"
+    decoder_attention: AttentionBackend | None = None
+    cross_attention: AttentionBackend | None = None
+    guided_attention: OwnBackend = "auto"
+    ctc_loss: OwnBackend = "auto"
+    transducer_loss: OwnBackend = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "decoder_attention", "cross_attention"):
+            choices, value = get_args(AttentionBackend), getattr(self, name)
+            if value not in choices and (value is not None or name == "attention"):
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {value!r}.")
+        for name in ("guided_attention", "ctc_loss", "transducer_loss"):
+            choices, value = get_args(OwnBackend), getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {value!r}.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """A run.
@@ -331,6 +376,7 @@ class TrainConfig:
         optimizer: AdamW or LAMB.
         schedule: Learning-rate schedule.
         training: The loop.
+        kernels: Backends of operations that have several.
         evaluation: Validation.
         calibration: Settings of ``data.frame_budget: auto``.
     """
@@ -346,6 +392,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: LoopConfig = field(default_factory=LoopConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 

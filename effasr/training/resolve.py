@@ -8,6 +8,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from effasr import checkpoint
 from effasr import config as configuration
 from effasr.data.features.config import FeatureConfig
@@ -29,6 +31,7 @@ from effasr.training.checkpointing.resume import (
 from effasr.training.config import (
     ASYNCHRONOUS,
     INTERVALS,
+    KernelsConfig,
     TrainConfig,
     adascale_scale,
     resolve_losses,
@@ -70,6 +73,8 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
     if saved is not None:
         check_resumable(saved, config, context.size)
     tokenizer = find_tokenizer(config, saved)
+    if config.kernels != KernelsConfig():
+        _check_kernels(config, context.device)
     if config.data.frame_budget == "auto":
         from effasr.training.calibration.calibrate import resolve_auto_frame_budget
 
@@ -106,6 +111,17 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
     if saved is not None:
         show_changes(saved, config)
     return Resolved(config, saved, tokenizer, corpus, loader, division, lines)
+
+
+def _check_kernels(config: TrainConfig, device: torch.device) -> None:
+    """Refuse backends that cannot serve, before the corpus is read."""
+    # Imported here, as only a run with such a choice builds a model before it has data.
+    from effasr.model.asr import ASRModel
+    from effasr.training.kernels import select_backends
+
+    with torch.device("meta"):
+        model = ASRModel(config.model, vocab_size=1)
+    select_backends(model, config, device)
 
 
 def _check_warmup(config: TrainConfig) -> None:
@@ -161,6 +177,11 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("training.gossip.*", "training.strategy", ("is", ASYNCHRONOUS)),
     ("training.profile.first_step", "training.profile.tool", ("is not", ("none",))),
     ("training.profile.first_step", "training.profile.memory", _GIVEN),
+    ("kernels.decoder_attention", "model.decoder", _GIVEN),
+    ("kernels.cross_attention", "model.decoder", _GIVEN),
+    ("kernels.guided_attention", "loss.guided_weight", _GIVEN),
+    ("kernels.ctc_loss", "model.ctc", _GIVEN),
+    ("kernels.transducer_loss", "model.transducer", _GIVEN),
     ("training.profile.steps", "training.profile.tool", ("is not", ("none",))),
     ("training.profile.steps", "training.profile.memory", _GIVEN),
     ("training.profile.ranges", "training.profile.tool", ("is not", ("none",))),

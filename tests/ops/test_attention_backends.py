@@ -6,9 +6,15 @@ do: rows outside the sequences come back as NaN, as do their gradients.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
 import sys
+import tarfile
+import zipfile
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -123,7 +129,7 @@ def test_the_third_version_serves_inference(library: Library) -> None:
     assert len(library.calls) == 1
     with pytest.raises(BackendUnavailable, match="supports only inference"):
         attention(q.requires_grad_(), k, v, layout, backend="flash_attn_3")
-    assert Backend.FLASH_ATTN_3 not in order.UNMEASURED
+    assert Backend.FLASH_ATTN_3 not in order.ORDER
 
 
 @pytest.mark.parametrize("backend", OTHERS)
@@ -286,6 +292,40 @@ def test_a_signature_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "of this version has no `softmax_scale`, `causal`, `deterministic`" in reason
 
 
+SOURCES = {
+    2: ("flash_attn-2*.tar.gz", "flash_attn/flash_attn_interface.py"),
+    3: ("flash_attn-2*.tar.gz", "hopper/flash_attn_interface.py"),
+    4: ("flash_attn_4-*.whl", "flash_attn/cute/interface.py"),
+}
+"""Files of the packages, as ``pip download`` has them, and the module with the function."""
+
+
+@pytest.mark.parametrize("version", SOURCES)
+def test_the_packages_take_what_is_passed(version: int) -> None:
+    """Their sources are read, not run, so that no GPU and no build is needed."""
+    pattern, member = SOURCES[version]
+    folder = Path(os.environ.get("EFFASR_FLASH_ATTN", "no folder"))
+    archive = next(iter(sorted(folder.glob(pattern))), None)
+    if archive is None:
+        pytest.skip(f"EFFASR_FLASH_ATTN names no folder with {pattern} of pip download --no-deps")
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as file:
+            text = file.read(member).decode()
+    else:
+        with tarfile.open(archive) as file:
+            (name,) = (x for x in file.getnames() if x.partition("/")[2] == member)
+            text = file.extractfile(name).read().decode()  # type: ignore[union-attr]
+    function = next(
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "flash_attn_varlen_func"
+    )
+    accepted = [x.arg for x in (*function.args.args, *function.args.kwonlyargs)]
+    assert set(packages.PARAMETERS) <= set(accepted)
+    double = inspect.signature(flash_attn(Library(), version)).parameters
+    assert [x for x in accepted if x in double] == list(double)
+
+
 def test_torch_may_run_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: "FA3")
     assert "activate_flash_attention_impl has replaced" in _unsupported_reason(Backend.VARLEN)
@@ -316,32 +356,8 @@ def test_torch_takes_the_calls(causal: bool, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_the_measured_order_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = order.Row(
-        (9, 0), torch.float16, 128, 500, (Backend.FLASH_ATTN_2, Backend.TRITON), "rows.csv@1"
-    )
-    narrow = order.Row((9, 0), torch.float16, 64, 500, (Backend.VARLEN,), "rows.csv@1")
-    monkeypatch.setattr(order, "MEASURED", (narrow, wide))
-    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
-
-    def first(width: int, longest: int = 500, dtype: torch.dtype = torch.float16) -> Backend:
-        q = SimpleNamespace(shape=(1, 1, width), dtype=dtype, device=None)
-        layout = PackedLayout.from_lengths([1], static_max_seqlen=longest)
-        arguments = SimpleNamespace(q=q, layout_q=layout, layout_k=layout)
-        found = order.order(arguments)  # type: ignore[arg-type]
-        assert sorted(found) == sorted(order.UNMEASURED)
-        return found[0]
-
-    assert first(64) is Backend.VARLEN
-    assert first(96) is Backend.FLASH_ATTN_2
-    unmeasured = order.UNMEASURED[0]
-    assert first(136) is first(64, 501) is first(64, dtype=torch.bfloat16) is unmeasured
-    monkeypatch.setattr(order, "capability", lambda device: (10, 0))
-    assert first(64) is unmeasured
-
-
 def test_ours_comes_first_and_the_reference_last() -> None:
-    others = [backend for backend in order.UNMEASURED if backend in op.backends]
+    others = [backend for backend in order.ORDER if backend in op.backends]
     places = [others.index(backend) for backend in TRAINED]
     assert places == sorted(places)
     assert others[-1] is Backend.REFERENCE

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from effasr_kernels.attention.context import Context
-from effasr_kernels.attention.order import order as backend_order
+from effasr_kernels.attention.order import ORDER
 from effasr_kernels.attention.position import RelativeBias, Rotary
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import checks
@@ -108,7 +108,7 @@ OPERATION = DifferentiableOp(
         Backend.CPP: "effasr_kernels.attention._cpp",
         Backend.REFERENCE: "effasr_kernels.attention.reference",
     },
-    order=backend_order,
+    order=lambda a: ORDER,
     outputs=lambda a: a.q.new_empty(a.q.shape),
     flops=_flops,
     examples=[

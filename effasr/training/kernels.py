@@ -1,0 +1,169 @@
+"""The backends of a run's operations: as its configuration says, or as measured on this GPU."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import effasr
+import effasr_kernels
+from effasr.model.asr import ASRModel
+from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
+from effasr.training.config import TrainConfig
+from effasr.training.strategies.parallelism import is_bfloat16
+from effasr_kernels import (
+    OPERATIONS,
+    BackendUnavailable,
+    PackedLayout,
+    RelativeBias,
+    attention,
+)
+from effasr_kernels.runtime.example import ExampleInputs
+
+RESULTS = Path(effasr.__file__).parents[1] / "profiling" / "results" / "ops.csv"
+"""Rows of ``profiling/bench.py ops``, in a checkout."""
+
+_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A module's attribute that holds the backend of an operation, and a small call of it."""
+
+    field: str  # of `effasr.training.config.KernelsConfig`
+    place: str  # name of the module, for messages
+    module: nn.Module
+    attribute: str
+    call: Callable[[str], Any]  # raises `BackendUnavailable`
+    kind: str | None = None  # of the rows of ``profiling/bench.py ops``; None without any
+    head_width: int = 0
+
+
+def select_backends(
+    model: ASRModel, config: TrainConfig, device: torch.device, results: Path = RESULTS
+) -> None:
+    """Give each module the backend of its operations; refuse what does not serve it.
+
+    The model may be on the meta device: calls are made on ``device``.
+    """
+    kernels = config.kernels
+    dtype = torch.bfloat16 if is_bfloat16(config.training.precision, device) else torch.float32
+    rows = _rows(results, device, dtype)
+    served: dict[tuple[Any, ...], str | None] = {}
+    for use in _uses(model, device, dtype):
+        requested = getattr(kernels, use.field) or kernels.attention
+        # Layers are alike: one call for all of a part of the model.
+        part, form = use.place.partition(".")[0], ("heads", "head_dim", "dropout")
+        key = use.field, part, use.kind, *(getattr(use.module, name, None) for name in form)
+        if key not in served:
+            served[key] = _backend_of(use, requested, rows)
+        setattr(use.module, use.attribute, served[key])
+
+
+def _backend_of(use: _Use, requested: str, rows: Sequence[Mapping[str, str]]) -> str | None:
+    if requested == "auto":
+        for backend in _fastest(rows, use):
+            try:
+                use.call(backend)
+            except BackendUnavailable:
+                continue
+            return backend
+        return None
+    try:
+        use.call(requested)
+    except BackendUnavailable as error:
+        reason = str(error).partition(f"({requested}: ")[2].removesuffix(").")
+        parts = ", kernels.decoder_attention or kernels.cross_attention"
+        others = parts if use.field == "attention" else ""
+        raise ValueError(
+            f"`kernels.{use.field}` must be a backend that serves {use.place}, but is {requested} "
+            f"({reason}): set kernels.{use.field}=auto{others and f', and {others[2:]}'}."
+        ) from None
+    return requested
+
+
+def _uses(model: ASRModel, device: torch.device, dtype: torch.dtype) -> Iterator[_Use]:
+    contexts = getattr(model.encoder.config, "context", ())
+    for place, module in model.named_modules():
+        width = getattr(module, "head_dim", 0)
+        if isinstance(module, SelfAttention):
+            is_encoder, is_decoder = (place.startswith(x) for x in ("encoder.", "decoder."))
+            context = contexts[0] if is_encoder and contexts else None
+            call = partial(_attend, module, context, device, dtype)
+            kind = "causal" if module.causal else "rotary" if module.rotary is not None else ""
+            kind = "relative" if isinstance(module, RelativeSelfAttention) else kind
+            field = "decoder_attention" if is_decoder else "attention"
+            yield _Use(field, place, module, "backend", call, kind, width)
+        elif isinstance(module, CrossAttention):
+            call = partial(_attend, module, None, device, dtype)
+            yield _Use("cross_attention", place, module, "backend", call, "cross", width)
+            call = partial(_call_example, "guided_attention", device, dtype)
+            yield _Use("guided_attention", place, module, "guided_backend", call)
+    if model.ctc_head is not None:
+        call = partial(_call_example, "ctc_loss", device, dtype)
+        yield _Use("ctc_loss", "the CTC loss", model, "ctc_backend", call)
+    if model.transducer is not None:
+        call = partial(_call_example, "transducer_loss", device, dtype)
+        yield _Use("transducer_loss", "transducer", model.transducer, "backend", call)
+
+
+def _attend(
+    module: SelfAttention | CrossAttention,
+    context: effasr_kernels.Context | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+) -> None:
+    """Attend as the module does in training, in one sequence."""
+    sizes = module.heads, module.head_dim
+    q, k, v = (
+        torch.zeros(_ROWS, *sizes, dtype=dtype, device=device, requires_grad=True) for _ in "qkv"
+    )
+    layout, position, causal = PackedLayout.from_lengths([_ROWS], device), None, False
+    layout_k = PackedLayout.from_lengths([_ROWS], device)
+    if isinstance(module, SelfAttention):
+        layout_k, position, causal = layout, module.rotary, module.causal
+    if isinstance(module, RelativeSelfAttention):
+        bias, table = q.new_zeros(sizes), q.new_zeros(2 * _ROWS - 1, *sizes)
+        position = RelativeBias(bias, bias, table)
+    options = {"causal": causal, "context": context, "position": position}
+    # With a seed, as drawing one would change all random numbers after it.
+    options |= {"dropout": module.dropout, "seed": 0, "backend": backend}
+    attention(q, k, v, layout, layout_k, **options)
+
+
+def _call_example(operation: str, device: torch.device, dtype: torch.dtype, backend: str) -> None:
+    example = OPERATIONS[operation].examples[0]
+    # Its inputs are drawn, which must not change the random numbers of the run.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        arguments = example.arguments(ExampleInputs(device, dtype))
+        getattr(effasr_kernels, operation)(**arguments, backend=backend)
+
+
+def _rows(path: Path, device: torch.device, dtype: torch.dtype) -> list[dict[str, str]]:
+    """The rows of trained attention on this GPU."""
+    if device.type != "cuda" or not path.is_file():
+        return []
+    wanted = {"device": torch.cuda.get_device_name(device), "op": "attention"}
+    wanted |= {"mode": "forward+backward", "dtype": str(dtype).removeprefix("torch.")}
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
+
+
+def _fastest(rows: Sequence[Mapping[str, str]], use: _Use) -> list[str]:
+    """Backends of attention that were measured for all sizes of this kind, the fastest first."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        is_alike = row["kind"] == use.kind and f"D={use.head_width}" in row["shape"].split()
+        if is_alike and row["backend"] in OPERATIONS["attention"].backends and row["p50_ms"]:
+            times.setdefault(row["backend"], {})[row["shape"]] = float(row["p50_ms"])
+    shapes = {shape for measured in times.values() for shape in measured}
+    whole = {name: sum(x.values()) for name, x in times.items() if x.keys() == shapes}
+    return sorted(whole, key=lambda name: whole[name])
