@@ -86,6 +86,18 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="audio track of containers such as MKV, from 0 (default: 0); needs ffmpeg",
     )
+    channel = parser.add_mutually_exclusive_group()
+    channel.add_argument(
+        "--channel",
+        type=at_least(0),
+        metavar="N",
+        help="transcribe one channel, from 0 as `channel` of manifests (default: the mean of all)",
+    )
+    channel.add_argument(
+        "--per-channel",
+        action="store_true",
+        help="transcribe each channel on its own, such as the speakers of a call, with its number",
+    )
     parser.add_argument(
         "--format",
         choices=("text", "json", "srt", "vtt", "ctm"),
@@ -191,6 +203,9 @@ def run(options: argparse.Namespace) -> int:
                 missing.add(result.segments)
             problem = result if isinstance(result, Failure) else problem
             reason = None if problem is None else problem.reason
+            if isinstance(result, Transcription) and result.warning is not None:
+                with progress.hidden():
+                    _note(f"{result.id}: {result.warning}")
             if isinstance(result, Transcription) and result.partial is not None:
                 reason = f"{result.id}: only {result.duration:.1f} s: {result.partial}"
             complete += reason is None
@@ -370,8 +385,12 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
             "`--stream` must have no other input than standard input: leave out FILE and "
             "--manifest."
         )
-    if options.track is not None:
-        raise ValueError("`--track` must be left out with `--stream`, whose samples are one track.")
+    for name in ("track", "channel", "per_channel"):
+        if getattr(options, name) not in (None, False):
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` must be left out with `--stream`, whose samples are "
+                "one track and the mean of its channels."
+            )
     if options.output is not None or options.continued:
         raise ValueError(
             "`--stream` must write to standard output: leave out `--output` and `--continue`."
@@ -391,9 +410,18 @@ def _sources(options: argparse.Namespace, default: Prompt, copy: IO[bytes]) -> l
             replace(item, prompt=with_prompt_options(item.prompt or default, options))
             for item in listed
         ]
-    if options.track:
-        sources = [replace(source, track=options.track) for source in sources]
-    return sources
+    chosen = {
+        "track": options.track or 0,
+        "channel": options.channel,
+        "per_channel": options.per_channel,
+    }
+    # A manifest that names a channel goes first.
+    return [
+        replace(source, track=chosen["track"])
+        if source.channels is not None or source.cut is not None
+        else replace(source, **chosen)
+        for source in sources
+    ]
 
 
 def _note(text: str) -> None:

@@ -187,7 +187,7 @@ class Recognizer:
                 samples = np.pad(samples, (0, missing)) if missing else samples
                 yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
             if isinstance(audio, AudioStream):
-                recording.partial = audio.partial
+                recording.partial, recording.warning = audio.partial, audio.warning
         except Exception as error:
             # Error messages of effasr are sentences; other errors are shown with their type.
             ours = isinstance(error, ValueError)

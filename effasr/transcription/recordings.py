@@ -39,6 +39,7 @@ class Request:
     # thread. Its exceptions are failures of this recording only.
     load: Callable[[], np.ndarray | AudioStream]
     prompt: Prompt  # languages and task
+    channel: int | None = None  # channel that is transcribed alone
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class OpenRecording:
     pieces: list[Piece] = field(default_factory=list)  # chunks read so far
     failure: str | None = None  # why there is no transcript; None otherwise
     partial: str | None = None  # why the transcript is not that of the whole recording
+    warning: str | None = None
     first: list[Piece] = field(default_factory=list)  # chunks that were read ahead
     coming: Iterator[Piece] = field(default_factory=lambda: iter(()))  # the other chunks
     read: bool = False  # whether all chunks have been read
@@ -114,6 +116,7 @@ class OpenRecording:
                 piece.score,
                 piece.alternatives,
                 piece.word_confidences,
+                channel=self.request.channel,
             )
             for piece in self.pieces
         )
@@ -128,7 +131,8 @@ class OpenRecording:
             space,
             prompt,
             self.partial,
-            self.vad,
+            vad=self.vad,
+            warning=self.warning,
         )
 
 

@@ -121,6 +121,7 @@ class Segment:
     word_confidences: tuple[WordConfidence, ...] | None = ()  # words with confidences, if requested
     # What a corrector wrote, if that is not the text of the search.
     correction: Correction | None = None
+    channel: int | None = None  # channel that was transcribed alone, from 0
 
     @property
     def mean_word_confidence(self) -> float | None:
@@ -145,6 +146,8 @@ class Segment:
             "end": round(self.end, 3),
             "text": self.text,
         }
+        if self.channel is not None:
+            row["channel"] = self.channel
         if self.truncated:
             row["truncated"] = True
         if self.score is not None:
@@ -185,6 +188,8 @@ class Transcription:
     space: str = " "
     prompt: Prompt = field(default_factory=Prompt)
     partial: str | None = None  # why it is not that of the whole recording
+    channels: tuple[int, ...] = ()  # channels that were transcribed each on its own
+    warning: str | None = None  # why the text may be wrong
     vad: str = "loudness"  # name of the voice activity detector
 
     def with_segments(self, segments: Sequence[Segment]) -> Self:
@@ -216,7 +221,17 @@ class Transcription:
             "vad": self.vad,
             "segments": [segment.as_row() for segment in self.segments],
         }
+        if self.channels:
+            row["channels"] = [
+                {"channel": channel, "text": self.of_channel(channel).text}
+                for channel in self.channels
+            ]
+        if self.warning is not None:
+            row["warning"] = self.warning
         return row if self.partial is None else row | {"partial": self.partial}
+
+    def of_channel(self, channel: int) -> Self:
+        return self.with_segments([item for item in self.segments if item.channel == channel])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel
 from effasr.transcription.inputs.arrival import Interruption
-from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
+from effasr.transcription.inputs.audio_stream import AudioStream, count_channels, open_stream
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.json_files import json_line, one_line
 from effasr.transcription.recognizer import Recognizer, Request
@@ -92,8 +93,11 @@ def transcribe(
     prompt = Prompt() if prompt is None else prompt
     recognizer = Recognizer(model, tokenizer, config)
     recognizer.prompt(prompt)  # a wrong prompt is the caller's error, not that of each file
-    requests = (_request(source, prompt, recognizer.sample_rate) for source in sources)
-    results = recognizer.results(requests, on_audio, interruption)
+    requests = itertools.chain.from_iterable(
+        _requests(number, source, prompt, recognizer.sample_rate)
+        for number, source in enumerate(sources)
+    )
+    results = _joined(recognizer.results(requests, on_audio, interruption))
     return TranscriptionRun(results, recognizer.vad)
 
 
@@ -101,22 +105,68 @@ def render(result: Result, style: Literal["text", "jsonl"]) -> str:
     """Return a result as one line: id, tab and text, or its JSON object."""
     if style == "jsonl":
         return json_line(result.as_row())
-    text = full_text(result) if isinstance(result, Transcription) else f"failed: {result.reason}"
-    return f"{one_line(result.id)}\t{one_line(text)}\n"
+    failed = not isinstance(result, Transcription)
+    lines = [f"failed: {result.reason}"] if failed else text_lines(result)
+    return "".join(f"{one_line(result.id)}\t{one_line(line)}\n" for line in lines)
 
 
-def full_text(result: Transcription) -> str:
-    """Return the text of a transcript, with a mark if it is partial."""
-    if result.partial is None:
-        return result.text
-    return f"{result.text} [partial: {one_line(result.partial)}]".lstrip()
+def text_lines(result: Transcription) -> list[str]:
+    """Return the text of a transcript, or of each channel, with a mark if it is partial."""
+    lines = [result.text]
+    if result.channels:
+        lines = [f"channel {n}: {result.of_channel(n).text}" for n in result.channels]
+    if result.partial is not None:
+        lines[-1] = f"{lines[-1]} [partial: {one_line(result.partial)}]".lstrip()
+    return lines
+
+
+def _requests(
+    number: int, source: str | Path | Source | Waveform, prompt: Prompt, sample_rate: int
+) -> Iterator[Request]:
+    """Yield the request of a source, or those of its channels."""
+    if not isinstance(source, Source) or not source.per_channel:
+        yield _request(source, prompt, sample_rate)
+        return
+    for channel in range(count_channels(source.audio, source.track)):
+        request = _request(replace(source, channel=channel), prompt, sample_rate)
+        # Two sources may have one name.
+        yield replace(request, id=f"{_CHANNEL_OF}{number}\0{source.id}")
+
+
+_CHANNEL_OF = "\0"  # begins the names of requests whose results are joined; no file has it
+
+
+def _joined(results: Iterable[Result]) -> Iterator[Result]:
+    """Join the results of the channels of a recording, segments in the order of their times."""
+    for name, group in itertools.groupby(results, lambda result: result.id):
+        if not name.startswith(_CHANNEL_OF):
+            yield from group
+            continue
+        parts, name = list(group), name.split("\0", 2)[2]
+        failure = next((part for part in parts if isinstance(part, Failure)), None)
+        if failure is not None:
+            yield Failure(name, failure.reason)
+            continue
+        channels = [part for part in parts if isinstance(part, Transcription)]
+        segments = sorted(
+            (segment for part in channels for segment in part.segments), key=lambda s: s.start
+        )
+        joined = replace(
+            channels[0],
+            id=name,
+            duration=max(part.duration for part in channels),
+            partial=next((part.partial for part in channels if part.partial is not None), None),
+            channels=tuple(range(len(channels))),
+        )
+        yield joined.with_segments(segments)
 
 
 def _request(source: str | Path | Source | Waveform, prompt: Prompt, sample_rate: int) -> Request:
     if isinstance(source, Waveform):
         return Request(source.id, partial(_mono, source, sample_rate), prompt)
     if isinstance(source, Source):
-        return Request(source.id, partial(_load, source, sample_rate), source.prompt or prompt)
+        load = partial(_load, source, sample_rate)
+        return Request(source.id, load, source.prompt or prompt, source.channel)
     return Request(str(source), partial(open_stream, source, sample_rate), prompt)
 
 
@@ -124,13 +174,15 @@ def _load(source: Source, sample_rate: int) -> np.ndarray | AudioStream:
     if source.problem is not None:
         raise ValueError(source.problem)
     if source.cut is not None:
+        if source.channel is not None:
+            raise ValueError(f"{source.id}: only lhotse reads this audio: leave out `--channel`.")
         return load_audio(source.cut, sample_rate)
     return open_stream(
         source.audio,
         sample_rate,
         offset=source.offset,
         duration=source.duration,
-        channels=source.channels,
+        channels=source.channels if source.channel is None else (source.channel,),
         track=source.track,
     )
 

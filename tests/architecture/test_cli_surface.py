@@ -73,7 +73,7 @@ SURFACE = {
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
         *RUN, *AVERAGED, "FILE...", "--manifest MANIFEST", *PROMPT, "--track N",
-        "--format {text,json,srt,vtt,ctm}", "--json", "--words",
+        "--channel N", "--per-channel", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",

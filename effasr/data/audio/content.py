@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -67,17 +68,42 @@ def _check_channels(name: str, part: AudioSegment, mean: np.ndarray) -> None:
     """Check that the mean of the channels, which is trained on, is not far weaker than each."""
     powers = channel_powers(part)
     loudest = int(np.argmax(powers))
-    other_items = [power for number, power in enumerate(powers) if number != loudest]
-    # Of one channel that is silent the mean is 6 dB lower, of uncorrelated ones 3 dB.
-    if max(other_items) < 0.1 * powers[loudest] or powers[loudest] == 0:
-        return
-    if _power(mean) < 10 ** (_CANCELLED_DB / 10) * powers[loudest]:
+    if _is_cancelled(powers, _power(mean)):
         raise AudioError(
             AudioProblem.ANTIPHASE,
             f"{name}: the channels are in antiphase, so their mean is nearly silent: name one of "
             f"them, such as `channel` {part.channels[loudest]} in the manifest, or let `effasr "
             "prepare --channel loudest` choose.",
         )
+
+
+def _is_cancelled(powers: Sequence[float], mean: float) -> bool:
+    *others, loudest = sorted(powers)
+    # Of one channel that is silent the mean is 6 dB lower, of uncorrelated ones 3 dB.
+    if not others or others[-1] < 0.1 * loudest or loudest == 0:
+        return False
+    return mean < 10 ** (_CANCELLED_DB / 10) * loudest
+
+
+class ChannelPowers:
+    """Powers of the channels of a recording and of their mean, while it is read."""
+
+    def __init__(self) -> None:
+        self._powers: np.ndarray | None = None  # the last is that of the mean
+
+    def add(self, block: np.ndarray) -> None:
+        """Add float samples (samples, channels)."""
+        if block.shape[1] > 1:
+            every = np.column_stack([block, block.mean(axis=1)])
+            # The sum of variances of blocks leaves out a constant offset.
+            powers = len(block) * every.var(axis=0, dtype=np.float64)
+            self._powers = powers if self._powers is None else self._powers + powers
+
+    def cancelled(self) -> int | None:
+        """Return the loudest channel if the mean is nearly silent, else None."""
+        if self._powers is None or not _is_cancelled(self._powers[:-1].tolist(), self._powers[-1]):
+            return None
+        return int(np.argmax(self._powers[:-1]))
 
 
 def _power(audio: np.ndarray) -> float:

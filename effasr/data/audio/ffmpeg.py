@@ -81,6 +81,17 @@ def ffmpeg_blocks(
     return _blocks(command, str(path), sample_rate, most, longest, wanted)
 
 
+def ffmpeg_channels(path: str | Path, track: int = 0) -> int:
+    """Return the number of channels of an audio track."""
+    regular_file_size(path)
+    command = [*_reading(path, "", [], track), "-frames:a", "1", "-f", "s16le", "pipe:1"]
+    with tempfile.TemporaryFile() as log:
+        for _ in _chunks(command, str(path), _BLOCK_S * _BYTES, log):
+            pass
+        first = _FIRST.search(os.pread(log.fileno(), _MAX_LOG, 0))
+    return 1 if first is None else int(first[2])
+
+
 def write_flac(path: str | Path, target: Path, reason: str) -> None:
     """Write the first audio track of a file as FLAC of 16 bits, with all its channels.
 

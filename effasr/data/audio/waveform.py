@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -199,10 +199,11 @@ def mono_blocks(
     wanted: int,
     channels: Sequence[int] | None = None,
     values: int = _BLOCK,
+    observe: Callable[[np.ndarray], None] | None = None,
 ) -> Iterator[np.ndarray]:
     """Decode ``wanted`` samples of an open file from ``begin`` on, in blocks of so many ``values``.
 
-    The chosen channels are averaged; all by default.
+    The chosen channels are averaged; all by default. ``observe`` gets them before.
     """
     rate, remaining = file.samplerate, wanted
     longest = max(1, min(values, _BLOCK) // file.channels)
@@ -217,6 +218,8 @@ def mono_blocks(
             raise AudioError(
                 AudioProblem.NOT_FINITE, f"{path}: a sample is NaN or infinite, or nearly so."
             )
+        if observe is not None:
+            observe(chosen)
         yield chosen.mean(axis=1, dtype=np.float32) if chosen.shape[1] > 1 else chosen[:, 0]
     if remaining == wanted:
         raise AudioError(AudioProblem.EMPTY, f"{path}: no sample can be read.")

@@ -11,8 +11,9 @@ import numpy as np
 import soundfile
 import soxr
 
-from effasr.data.audio.audio_file import AudioFile, UnknownFormat
-from effasr.data.audio.ffmpeg import ffmpeg_blocks
+from effasr.data.audio.audio_file import AudioFile, UnknownFormat, open_audio
+from effasr.data.audio.content import ChannelPowers
+from effasr.data.audio.ffmpeg import ffmpeg_blocks, ffmpeg_channels
 from effasr.data.audio.waveform import (
     AudioError,
     AudioProblem,
@@ -32,6 +33,7 @@ class AudioStream:
 
     blocks: Iterator[np.ndarray]  # float32 (samples,) each, mono, at the requested rate
     total: int | None = None  # samples of all blocks together; None if only the end shows it
+    warning: str | None = None  # after the last block: why a text of them may be wrong
     partial: str | None = None  # after the last block: why they are not all of the recording
 
 
@@ -76,6 +78,21 @@ def open_stream(
     return stream
 
 
+def count_channels(path: str, track: int = 0) -> int:
+    """Return the number of channels; 1 of a file that cannot be read."""
+    try:
+        if not track:
+            with open_audio(path, thorough=False) as file:
+                return file.channels
+        return ffmpeg_channels(path, track)
+    except UnknownFormat:
+        with suppress(AudioError):
+            return ffmpeg_channels(path, track)
+    except AudioError:
+        pass
+    return 1
+
+
 def _read(
     stream: AudioStream,
     file: AudioFile,
@@ -85,16 +102,23 @@ def _read(
     channels: Sequence[int] | None,
 ) -> Iterator[np.ndarray]:
     """Yield the samples of a file; behind damage, those that ffmpeg reads."""
-    rate, count, problem = file.samplerate, 0, None
+    rate, count, problem, powers = file.samplerate, 0, None, ChannelPowers()
     # A block with an error is lost as a whole: those of the second attempt are short.
     for seconds in (_BLOCK_S, _SHORT_BLOCK_S):
         values = max(1, round(seconds * rate)) * file.channels
         try:
             if problem is not None:
                 file.seek(begin + count)
-            for block in mono_blocks(file, path, begin + count, length - count, channels, values):
+            for block in mono_blocks(
+                file, path, begin + count, length - count, channels, values, powers.add
+            ):
                 count += len(block)
                 yield block
+            if (loudest := powers.cancelled()) is not None:
+                stream.warning = (
+                    "the channels are in antiphase, so their mean is nearly silent: choose one by "
+                    f"`--channel {loudest}`, or `--per-channel`"
+                )
             return
         except (AudioError, soundfile.SoundFileError) as error:
             problem = error if problem is None or isinstance(error, AudioError) else problem

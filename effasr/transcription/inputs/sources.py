@@ -30,6 +30,8 @@ class Source:
     duration: float | None = None  # duration in seconds; None if it ends with the file
     channels: tuple[int, ...] | None = None  # channels of the file to average; None for all
     track: int = 0  # number of the audio track in a container, from 0
+    channel: int | None = None  # channel to transcribe alone, with its number in the result
+    per_channel: bool = False  # whether to transcribe each channel alone
     cut: Cut | None = None  # cut of a manifest of cuts, if it has one
     prompt: Prompt | None = None  # requested by its manifest
     problem: str | None = None  # why there is nothing to transcribe

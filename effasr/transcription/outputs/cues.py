@@ -52,10 +52,12 @@ class Cue:
     end: float
     lines: tuple[str, ...]
     estimated: bool = False  # whether the time of the segment was divided by the length of the text
+    channel: int | None = None  # of a recording whose channels were transcribed each on its own
 
     def as_row(self) -> dict[str, Any]:
         row = {"start": self.start, "end": self.end, "lines": list(self.lines)}
-        return row | {"estimated": True} if self.estimated else row
+        row |= {"estimated": True} if self.estimated else {}
+        return row if self.channel is None else row | {"channel": self.channel}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,12 @@ class _Unit:
 
 def cues(transcription: Transcription, layout: CueLayout | None = None) -> list[Cue]:
     result: list[Cue] = []
+    if transcription.channels:
+        # Cues of two speakers may overlap.
+        for channel in transcription.channels:
+            part = replace(transcription.of_channel(channel), channels=())
+            result += [replace(cue, channel=channel) for cue in cues(part, layout)]
+        return sorted(result, key=lambda cue: cue.start)
     for segment in transcription.segments:
         result += segment_cues(segment, layout, result[-1].end if result else 0.0)
     return result

@@ -36,7 +36,9 @@ def ctm(transcription: Transcription, recording: str = "") -> str:
     name = recording_name(recording or Path(transcription.id).stem)
     partial = transcription.partial
     note = "" if partial is None else f";; {name} partial: {visible(partial)}\n"
-    return note + "".join(_ctm(name, segment) for segment in transcription.segments)
+    # Lines are ordered by recording, channel and time.
+    segments = sorted(transcription.segments, key=lambda segment: segment.channel or 0)
+    return note + "".join(_ctm(name, segment) for segment in segments)
 
 
 class GrowingFile:
@@ -71,16 +73,20 @@ def _field(text: str) -> str:
 
 
 def _srt(number: int, cue: Cue) -> str:
-    return "\n".join((str(number), _times(cue, ","), *cue.lines, ""))
+    speaker = "" if cue.channel is None else f"Channel {cue.channel}: "
+    return "\n".join((str(number), _times(cue, ","), speaker + cue.lines[0], *cue.lines[1:], ""))
 
 
 def _vtt(cue: Cue) -> str:
-    return "\n".join((_times(cue, "."), *map(_escaped, cue.lines), ""))
+    voice = "" if cue.channel is None else f"<v Channel {cue.channel}>"
+    first, *more = map(_escaped, cue.lines)
+    return "\n".join((_times(cue, "."), voice + first, *more, ""))
 
 
 def _ctm(name: str, segment: Segment) -> str:
+    channel = 1 + (segment.channel or 0)  # NIST counts from 1
     return "".join(
-        f"{name} 1 {start:.3f} {end - start:.3f} {word}\n"
+        f"{name} {channel} {start:.3f} {end - start:.3f} {word}\n"
         for start, end, text in _timed(segment)
         if (word := _field(text))
     )

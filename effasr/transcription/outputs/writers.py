@@ -15,7 +15,7 @@ from effasr.transcription.json_files import json_line, one_line, write_text
 from effasr.transcription.outputs.cues import CueLayout, cues, segment_cues
 from effasr.transcription.outputs.subtitles import GrowingFile, ctm, recording_name, srt, vtt
 from effasr.transcription.results import INTERRUPTED, Failure, Result, Segment, Transcription
-from effasr.transcription.transcribe import full_text, render
+from effasr.transcription.transcribe import render, text_lines
 
 Style = Literal["text", "json", "srt", "vtt", "ctm"]
 
@@ -61,7 +61,8 @@ class ResultWriter:
         if self._folder is None:
             _write(self._rendered(result))
             return None
-        text = full_text(result) + "\n" if self._style == "text" else self._rendered(result)
+        is_text = self._style == "text"
+        text = "\n".join([*text_lines(result), ""]) if is_text else self._rendered(result)
         path = self._path(result.id)
         if result.partial == INTERRUPTED:
             # `--continue` transcribes it again.
