@@ -161,11 +161,6 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from effasr.transcription.inputs.arrival import Interruption
-    from effasr.transcription.outputs.writers import ResultWriter
-    from effasr.transcription.results import Failure, Transcription
-    from effasr.transcription.transcribe import transcribe
-
     decoding = decoding_config(options)
     _check(options, decoding)
     layout = _cue_layout(options)
@@ -175,9 +170,25 @@ def run(options: argparse.Namespace) -> int:
     default = loaded.prompt.stating(options.language)
     if options.stream:
         return _stream(options, loaded, with_prompt_options(default, options), decoding, layout)
-    # Deleted with the last reference to it.
-    copy = NamedTemporaryFile(prefix="effasr-", suffix=".stdin")  # noqa: SIM115
-    sources = _sources(options, default, copy)
+    with NamedTemporaryFile(prefix="effasr-", suffix=".stdin") as copy:
+        sources = _sources(options, default, copy)
+        return _files(options, loaded, sources, with_prompt_options(default, options), decoding)
+
+
+def _files(
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    sources: list[Source],
+    prompt: Prompt,
+    decoding: DecodingConfig,
+) -> int:
+    """Transcribe recordings, writing each when it is complete."""
+    from effasr.transcription.inputs.arrival import Interruption
+    from effasr.transcription.outputs.writers import ResultWriter
+    from effasr.transcription.results import Failure, Transcription
+    from effasr.transcription.transcribe import transcribe
+
+    layout = _cue_layout(options)
     writer = ResultWriter(_style(options), options.output, sources, layout)
     if options.continued:
         every, sources = len(sources), writer.missing(sources)
@@ -191,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
             loaded.model,
             loaded.tokenizer,
             sources,
-            prompt=with_prompt_options(default, options),
+            prompt=prompt,
             config=decoding,
             on_audio=progress.add_audio,
             interruption=interruption,
