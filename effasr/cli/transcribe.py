@@ -29,7 +29,7 @@ from effasr.cli.options import (
     with_prompt_options,
 )
 from effasr.cli.progress import TranscriptionProgress
-from effasr.decoding.config import CORRECTOR, SECOND_PASS
+from effasr.decoding.config import BOOST, CORRECTOR, SECOND_PASS
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -157,7 +157,7 @@ def add(command: AddCommand) -> None:
         "which decodes frame by frame (default: its first), or the longest wait for a pause with "
         "other models (default: 10 seconds)",
     )
-    add_decoding(parser, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
+    add_decoding(parser, BOOST, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.hypothesis import NBest
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.suppression import FORBIDDEN, Suppression
 from effasr.model.asr import ASRModel
@@ -40,6 +41,7 @@ def attention_beam(
     no_repeat_ngram: int | None = None,
     lm: TokenLM | None = None,
     lm_weight: float = 0.0,
+    boost: BoostTree | None = None,
     nbest: int | None = None,  # alternatives of each result, the transcript itself included
 ) -> list[Decoded]:
     """Find a transcript with a high score for each sequence of encoder output.
@@ -55,9 +57,10 @@ def attention_beam(
     and the beam keeps the best ranks; unfinished hypotheses are assumed to cover all frames in the
     end. With ``ctc_weight`` w, a score is (1 - w) times the decoder's log-probability plus w times
     the CTC prefix score, over the tokens that the decoder ranks highest. ``lm_weight`` times the
-    log-probability of the language model is added (shallow fusion). With ``no_repeat_ngram`` n, no
-    token ends an n-gram that its transcript has already. Where every token that the decoder ranks
-    highest would, the transcript ends.
+    log-probability of the language model is added (shallow fusion), and so are the bonuses of
+    ``boost``, of which unfinished hypotheses are assumed to gain at most that of one more phrase.
+    With ``no_repeat_ngram`` n, no token ends an n-gram that its transcript has already. Where every
+    token that the decoder ranks highest would, the transcript ends.
 
     Wu et al., 2016, https://arxiv.org/abs/1609.08144 (length and coverage penalty); Chorowski and
     Jaitly, 2017, https://arxiv.org/abs/1612.02695 (coverage); Watanabe et al., 2017,
@@ -67,7 +70,7 @@ def attention_beam(
         return []
     best = NBest(len(prompts), nbest or 1)
     classes = model.vocab_size if classes is None else classes
-    alone = ctc_weight == 0 and lm is None and no_repeat_ngram is None
+    alone = ctc_weight == 0 and lm is None and boost is None and no_repeat_ngram is None
     candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
     assert model.decoder is not None
     scoring = _Scoring(
@@ -79,6 +82,7 @@ def attention_beam(
         ctc_weight,
         lm,
         lm_weight,
+        boost,
         Suppression.from_decoder(model.decoder, classes),
         no_repeat_ngram,
     )
@@ -170,6 +174,7 @@ class _Scoring:
     ctc_weight: float
     lm: TokenLM | None
     lm_weight: float
+    boost: BoostTree | None
     suppression: Suppression | None
     no_repeat_ngram: int | None
 
@@ -177,11 +182,14 @@ class _Scoring:
         ranks = scores / ((5 + tokens) / 6) ** self.length_penalty
         return ranks + self.coverage_penalty * covered if self.coverage_penalty else ranks
 
-    def score(self, of_decoder: Tensor, of_ctc: Tensor | None, of_lm: Tensor) -> Tensor:
+    def score(
+        self, of_decoder: Tensor, of_ctc: Tensor | None, of_lm: Tensor, bonuses: Tensor
+    ) -> Tensor:
         score = of_decoder
         if of_ctc is not None:
             score = (1 - self.ctc_weight) * score + self.ctc_weight * of_ctc
-        return score if self.lm is None else score + self.lm_weight * of_lm
+        score = score if self.lm is None else score + self.lm_weight * of_lm
+        return score if self.boost is None else score + bonuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +205,8 @@ class _AttentionBeam:
     scores: Tensor  # float64 (N, K)
     of_decoder: Tensor  # float64 (N, K), log-probabilities; finite for empty places, too
     of_lm: Tensor  # float64 (N, K), log-probabilities of the language model, or 0
+    bonuses: Tensor  # float64 (N, K), of the tokens so far, or 0
+    phrases: Tensor  # int64 (N, K), states of the phrases that bonuses are for
     tokens: Tensor  # int64 (N, K), to be read next
     labels: Tensor  # int64 (N, K, steps), the tokens so far; -1 in steps that read a prompt
     ends: Tensor  # bool (N, K), whether the hypothesis has just ended
@@ -234,6 +244,8 @@ class _AttentionBeam:
             scores=scores,
             of_decoder=of_decoder,
             of_lm=torch.zeros_like(of_decoder),
+            bonuses=torch.zeros_like(of_decoder),
+            phrases=torch.zeros(shape, dtype=torch.int64, device=device),
             tokens=table[:, min(starts) - 1, None].repeat(1, beam),
             labels=table.new_empty(*shape, 0),
             ends=torch.zeros(shape, dtype=torch.bool, device=device),
@@ -258,7 +270,8 @@ def _advance(
     """Extend every hypothesis, keep the K best; also return the row each comes from, (N K,)."""
     count, beam = search.scores.shape
     begins = (search.starts == position).repeat_interleave(beam)
-    symbols, steps, end = _candidates(logits, scoring, begins, count)
+    gains = None if scoring.boost is None else scoring.boost.rows(search.phrases)
+    symbols, steps, end = _candidates(logits, scoring, begins, count, gains)
     of_decoder = search.of_decoder
     of_decoder = torch.cat([of_decoder[..., None] + steps, (of_decoder + end)[..., None]], -1)
     of_ctc = None
@@ -267,7 +280,11 @@ def _advance(
     of_lm = search.of_lm[..., None].expand_as(of_decoder)
     if scoring.lm is not None:
         of_lm = of_lm + scoring.lm.scores(search.labels[:, :, -scoring.lm.order :], symbols)
-    pool = scoring.score(of_decoder, of_ctc, of_lm)
+    bonuses = search.bonuses[..., None].expand_as(of_decoder)
+    if gains is not None:
+        chosen_gains = gains[..., : scoring.classes].gather(2, symbols)
+        bonuses = bonuses + torch.cat([chosen_gains, gains[..., -1:]], -1)
+    pool = scoring.score(of_decoder, of_ctc, of_lm, bonuses)
     if scoring.suppression is not None:
         pool = pool.masked_fill(of_decoder <= FORBIDDEN / 2, _NONE)
     pool = pool.masked_fill(search.scores[..., None] == _NONE, _NONE)
@@ -295,6 +312,9 @@ def _advance(
     symbol = symbols[row, parent, candidate.clamp(max=symbols.shape[-1] - 1)]
     symbol = torch.where(ends, scoring.eos_id, symbol)
     label = torch.where(reading, -1, symbol)
+    phrases = search.phrases
+    if scoring.boost is not None:
+        phrases = scoring.boost.advanced(phrases.gather(1, parent), label)
     following = search.prompts[:, min(position, search.prompts.shape[1] - 1), None]
     after = replace(
         search,
@@ -302,6 +322,8 @@ def _advance(
         scores=torch.where(reading, search.scores, scores),
         of_decoder=torch.where(reading, search.of_decoder, of_decoder.flatten(1).gather(1, chosen)),
         of_lm=torch.where(reading, search.of_lm, of_lm.flatten(1).gather(1, chosen)),
+        bonuses=torch.where(reading, search.bonuses, bonuses.flatten(1).gather(1, chosen)),
+        phrases=phrases,
         tokens=torch.where(reading, following, symbol),
         labels=torch.cat([search.labels[row, parent], label[..., None]], -1),
         ends=ends,
@@ -312,9 +334,12 @@ def _advance(
 
 
 def _candidates(
-    logits: Tensor, scoring: _Scoring, begins: Tensor, count: int
+    logits: Tensor, scoring: _Scoring, begins: Tensor, count: int, gains: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best tokens, int64 and float64 (N, K, C), and the end's scores, (N, K)."""
+    """Return the best tokens, int64 and float64 (N, K, C), and the end's scores, (N, K).
+
+    ``gains`` are the bonuses of all tokens, (N, K, V + 1), with which they are the best.
+    """
     logits = logits[:, : scoring.classes].float()
     total = logits.logsumexp(-1).double()
     if scoring.suppression is not None:
@@ -323,7 +348,12 @@ def _candidates(
     end = logits[:, scoring.eos_id].double() - total
     without_end = logits.index_fill(1, torch.tensor([scoring.eos_id], device=logits.device), _NONE)
     # float64 differences keep the order of the logits; float32 ones might not.
-    values, symbols = without_end.topk(scoring.candidates)
+    if gains is None:
+        values, symbols = without_end.topk(scoring.candidates)
+    else:
+        boosted = without_end + gains.flatten(0, 1)[:, : scoring.classes]
+        symbols = boosted.topk(scoring.candidates).indices
+        values = without_end.gather(1, symbols)
     steps = values.double() - total[:, None]
     return symbols.unflatten(0, (count, -1)), steps.unflatten(0, (count, -1)), end.view(count, -1)
 
@@ -355,7 +385,12 @@ def _recorded(
         best.add_rows(names, labels, scores, complete[row, column])
     ranks = torch.cat([search.best, complete], 1).topk(best.size).values
     scores = search.scores.masked_fill(search.ends, _NONE)
-    going = scoring.rank(scores.max(1).values, search.limits + 1, 1.0) > ranks[:, -1]
+    highest = scores.max(1).values + (0.0 if scoring.boost is None else scoring.boost.largest)
+    bound = scoring.rank(highest, search.limits + 1, 1.0)
+    if scoring.boost is not None:
+        # A score above 0, which only bonuses make, ranks lower the longer the transcript.
+        bound = torch.maximum(bound, scoring.rank(highest, search.counts + 1, 1.0))
+    going = bound > ranks[:, -1]
     return replace(search, best=ranks, scores=scores), going.nonzero()[:, 0].tolist()
 
 

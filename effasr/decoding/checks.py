@@ -74,6 +74,9 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         check(method not in ("transducer", "language_model"), "lm", rule, config.lm, remedy)
         rule = f"be at least 2 for CTC with the language model {config.lm}"
         check(method != "ctc" or config.beam > 1, "beam", rule, config.beam)
+    remedy = "only heads that read speech can be joined with phrases: name them in `instruction`"
+    rule = "be left out for the method language_model"
+    check(not answers or config.boost is None, "boost", rule, config.boost, remedy)
     if config.words and not model.config.ctc:
         raise ValueError(
             "`words` must be false for a model without CTC head, which alone knows their times."

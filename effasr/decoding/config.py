@@ -15,6 +15,7 @@ SEARCH = (
     *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight", "no_repeat_ngram"),
     *("lm", "lm_unit", "lm_weight"),
 )
+BOOST = "boost", "boost_weight"
 SECOND_PASS = "second_lm", "second_lm_weight", "second_word_bonus"
 CORRECTOR = "corrector", "corrector_margin", "corrector_source"
 
@@ -22,6 +23,7 @@ _COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens"
 
 LENGTH_PENALTY = 0.6  # Wu et al., 2016, https://arxiv.org/abs/1609.08144, recommend 0.6 to 0.7
 LM_WEIGHT = 0.3
+BOOST_WEIGHT = 1.0  # nats a token; docs/transcription.md has the figures
 INSTRUCTION = "Transcribe the speech."
 CORRECTOR_MARGIN = 2.0  # nats: 1.5 and 2 made the fewest errors on the dev set of the demo
 
@@ -55,6 +57,11 @@ class DecodingConfig:
         lm_unit: Unit of the n-grams in ``lm``: token ids (the default), or words, which are scored
             when they end. See `effasr.decoding.lm.words.WordFusion`.
         lm_weight: Weight of the language model in the score (default: 0.3).
+        boost: Phrases that are to be recognised, such as names: a text file with a phrase a line,
+            optionally with a tab and a weight in nats a token; lines that begin with # are
+            comments. See `effasr.decoding.lm.boosting.BoostTree`.
+        boost_weight: Weight of the phrases in ``boost`` that have none, in nats a token (default:
+            1). More finds more of them, and puts some where they are not said.
         max_symbols: Most labels per frame in the greedy search of a transducer.
         frame_budget: Audio to decode together, in frames of 80 ms (default: 4096); less needs less
             memory. Encoder frames are twice as many for a FastConformer that subsamples by 4, whose
@@ -117,6 +124,8 @@ class DecodingConfig:
     lm: Path | None = None
     lm_unit: Literal["token", "word"] = "token"
     lm_weight: float | None = field(default=None, metadata={"metavar": "W"})
+    boost: Path | None = None
+    boost_weight: float | None = field(default=None, metadata={"metavar": "W"})
     max_symbols: int = 10
     frame_budget: int = 4096
     max_sequences: int = 256
@@ -170,6 +179,13 @@ class DecodingConfig:
         if self.lm_weight is not None:
             rule, remedy = "be above 0", "leave out `lm` for none"
             check(0.0 < self.lm_weight < math.inf, "lm_weight", rule, self.lm_weight, remedy)
+        self._check_left_out("boost", "boost_weight")
+        if (weight := self.boost_weight) is not None:
+            rule, remedy = "be above 0", "leave out `boost` for none"
+            check(0.0 < weight < math.inf, "boost_weight", rule, weight, remedy)
+        rule = "be left out with `score_parts`"
+        remedy = "bonuses are no part of a score that can be weighted again"
+        check(self.boost is None or not self.score_parts, "boost", rule, self.boost, remedy)
         if self.calibration is not None:
             rule = "be left out without `word_confidence`"
             check(self.word_confidence, "calibration", rule, self.calibration)
@@ -231,9 +247,13 @@ class DecodingConfig:
         return self.words is not False
 
     @property
+    def effective_boost_weight(self) -> float:
+        return BOOST_WEIGHT if self.boost_weight is None else self.boost_weight
+
+    @property
     def is_plain_greedy(self) -> bool:
         """Whether the attention decoder alone takes the best token of each step."""
-        alone = self.ctc_weight == 0 and self.lm is None
+        alone = self.ctc_weight == 0 and self.lm is None and self.boost is None
         return self.beam == 1 and alone and self.no_repeat_ngram is None
 
     def max_tokens(self, frames: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from effasr.decoding.ctc_greedy import ctc_log_probs
 from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.streams import BeamStreams, OpenTranscript, keep_consistent, opened
 from effasr.model.asr import ASRModel
@@ -28,6 +29,7 @@ def ctc_beam(
     lm_weight: float = 0.0,
     nbest: int = 1,
     *,
+    boost: BoostTree | None = None,
     with_frames: bool = False,  # whether hypotheses have the frames of their tokens: slower
 ) -> list[list[Hypothesis]]:
     """Find the likeliest transcripts of each sequence, the best first; for an empty one, no tokens.
@@ -35,7 +37,8 @@ def ctc_beam(
     After each frame the ``beam`` likeliest prefixes are kept. The score of a prefix is the sum over
     all paths to it whose prefixes were kept, so the search is exact with a beam that is wide
     enough: unlike greedy search it finds the likeliest transcript, not the likeliest path. With a
-    language model, ``lm_weight`` times its log-probability is added (shallow fusion).
+    language model, ``lm_weight`` times its log-probability is added (shallow fusion), and so are
+    the bonuses of ``boost``.
 
     Hannun et al., 2014, https://arxiv.org/abs/1408.2873.
     """
@@ -46,7 +49,7 @@ def ctc_beam(
     log_probs = ctc_log_probs(model, encoded)
     starts = encoded.layout.cu_seqlens[:-1].long()[torch.tensor(order, device=log_probs.device)]
     active = len(order)
-    fusion = None if lm is None else Fusion(lm, lm_weight)
+    fusion = Fusion.of(lm, lm_weight, boost)
     prefixes = Prefixes.begin(active, beam, log_probs.device, with_frames=with_frames)
     for frame in range(encoded.layout.max_seqlen + 1):
         remaining = sum(lengths[n] > frame for n in order[:active])
@@ -138,18 +141,40 @@ class CTCBeamStreams(BeamStreams):
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """A language model, and its weight in the scores of a search."""
+    """What is added to the scores of a search: a language model with a weight, and bonuses."""
 
-    lm: TokenLM
+    lm: TokenLM | None
     weight: float
+    boost: BoostTree | None = None
 
-    def scores(self, labels: Tensor, counts: Tensor, symbols: Tensor) -> Tensor:
+    @classmethod
+    def of(cls, lm: TokenLM | None, weight: float, boost: BoostTree | None) -> Fusion | None:
+        return None if lm is None and boost is None else cls(lm, weight, boost)
+
+    def scores(self, prefixes: Prefixes, symbols: Tensor) -> Tensor:
+        """Score symbols (N, K, C) and, last, the end of the text: float64 (N, K, C + 1)."""
+        bonuses = None
+        if self.boost is not None:
+            bonuses = self.boost.scores(prefixes.states, symbols).double()
+        if self.lm is None:
+            assert bonuses is not None
+            return bonuses
+        labels, counts = prefixes.labels, prefixes.counts
         position = counts[..., None] + torch.arange(-self.lm.order, 0, device=labels.device)
         if labels.shape[2]:
             context = labels.gather(2, position.clamp(min=0)).masked_fill(position < 0, -1)
         else:
             context = torch.full_like(position, -1)
-        return self.weight * self.lm.scores(context, symbols)
+        scores = self.weight * self.lm.scores(context, symbols)
+        return scores if bonuses is None else scores + bonuses
+
+    def ranked(self, steps: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return scores (N, V) by which tokens are candidates, with the most that any gains."""
+        if self.boost is None:
+            return steps
+        rows = self.boost.rows(prefixes.states)[..., :-1]
+        # A prefix that loses its bonus with most tokens must not hide the gains of others.
+        return steps + (rows - self.boost.ends(prefixes.states)[..., None]).amax(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +184,13 @@ class Prefixes:
     # Log-probabilities, float64 (N, K):
     blank: Tensor  # of the paths that end with a blank, or of no frames
     label: Tensor  # of the paths that end with the prefix's last token
-    lm: Tensor  # of the language model, weighted, or 0
+    lm: Tensor  # of the language model, weighted, and of the bonuses, or 0
     counts: Tensor  # int64 (N, K), tokens
     labels: Tensor  # int64 (N, K, longest), followed by -1
     # int64 (N, K, longest), the frame of each token on the likeliest path; None if not followed.
     frames: Tensor | None
     before: Tensor  # int64 (N,), the token that the prefixes continue; -1 for none
+    states: Tensor  # int64 (N, K), of the phrases that bonuses are for
 
     @classmethod
     def begin(cls, count: int, beam: int, device: torch.device, *, with_frames: bool) -> Prefixes:
@@ -175,7 +201,8 @@ class Prefixes:
         empty = counts.new_empty(count, beam, 0)
         before = counts.new_full((count,), -1)
         frames = empty if with_frames else None
-        return cls(blank, none, torch.zeros_like(none), counts, empty, frames, before)
+        zeros = torch.zeros_like(none)
+        return cls(blank, none, zeros, counts, empty, frames, before, counts.clone())
 
     def keep(self, index: Tensor | slice) -> Prefixes:
         return _mapped(lambda part: part[index], self)
@@ -210,7 +237,7 @@ class Prefixes:
         if fusion is None:
             return scores
         no_symbols = self.counts.new_empty(*self.counts.shape, 0)
-        return scores + fusion.scores(self.labels, self.counts, no_symbols)[..., 0]
+        return scores + fusion.scores(self, no_symbols)[..., 0]
 
     def record(
         self, utterances: Sequence[int], begin: int, fusion: Fusion | None, best: NBest
@@ -243,7 +270,12 @@ class Prefixes:
         blank, label = total + steps[:, -1:], self.label + again
         # A prefix grows by a token. Without a language model 2 K candidates suffice: at most K - 1
         # of them give a prefix that already exists, and one is a repetition with a lower score.
-        likeliest, symbols = steps[:, :-1].topk(min(2 * beam, steps.shape[1] - 1))
+        tokens, count = steps[:, :-1], min(2 * beam, steps.shape[1] - 1)
+        if fusion is None or fusion.boost is None:
+            likeliest, symbols = tokens.topk(count)
+        else:
+            symbols = fusion.ranked(tokens, self).topk(count).indices
+            likeliest = tokens.gather(1, symbols)
         repeats = symbols[:, None] == last[..., None]
         grown = torch.where(repeats, self.blank[..., None], total[..., None]) + likeliest[:, None]
         follows = self._follows()
@@ -261,13 +293,14 @@ class Prefixes:
         lm = self.lm[..., None].expand_as(grown)
         if fusion is not None:
             candidates = symbols[:, None].expand(-1, beam, -1)
-            lm = lm + fusion.scores(self.labels, self.counts, candidates)[..., :-1]
+            lm = lm + fusion.scores(self, candidates)[..., :-1]
         acoustic = torch.cat([torch.logaddexp(blank, label), grown.flatten(1)], 1)
         lm = torch.cat([self.lm, lm.flatten(1)], 1)
         chosen = (acoustic + lm).topk(beam).indices
         unchanged = replace(self, blank=blank, label=label, frames=frames)
         acoustic, lm = acoustic.gather(1, chosen), lm.gather(1, chosen)
-        return self._chosen(chosen, unchanged, acoustic, lm, symbols, frame)
+        boost = None if fusion is None else fusion.boost
+        return self._chosen(chosen, unchanged, acoustic, lm, symbols, frame, boost)
 
     def _repeated(
         self,
@@ -294,6 +327,7 @@ class Prefixes:
         lm: Tensor,
         symbols: Tensor,
         frame: int | Tensor,
+        boost: BoostTree | None,
     ) -> Prefixes:
         beam, candidates = self.blank.shape[1], symbols.shape[1]
         grows = chosen >= beam
@@ -303,6 +337,9 @@ class Prefixes:
         longest = int((counts + grows).max())
         row = torch.arange(len(parent), device=parent.device)[:, None]
         labels = _appended(self.labels[row, parent], counts, grows, symbol, longest, empty=-1)
+        states = self.states.gather(1, parent)
+        if boost is not None:
+            states = boost.advanced(states, torch.where(grows, symbol, -1))
         frames = None
         if self.frames is not None and unchanged.frames is not None:
             # A prefix that grows continues the frames of its tokens before this frame.
@@ -319,6 +356,7 @@ class Prefixes:
             labels=labels,
             frames=frames,
             before=self.before,
+            states=states,
         )
 
     def _last(self) -> Tensor:

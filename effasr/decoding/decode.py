@@ -15,7 +15,8 @@ from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.decoded import Decoded, with_details, with_parts
-from effasr.decoding.lm.loading import load_lm
+from effasr.decoding.lm.boosting import BoostTree
+from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
@@ -32,12 +33,14 @@ def decode(
     prompts: Sequence[Sequence[int]],
     config: DecodingConfig | None = None,
     lm: TokenLM | None = None,
+    boost: BoostTree | None = None,
 ) -> list[Decoded]:
     """Encode and decode a batch; the model is in evaluation mode, on the batch's device.
 
     The result of an utterance does not depend on the others in the batch. ``prompts`` are what the
     attention decoder reads first; those of a language model are in the batch, one of conversations.
-    ``lm`` is the result of `load_lm`, to read it once for many batches; read here by default.
+    ``lm`` and ``boost`` are the results of `load_lm` and `load_boost`, to read them once for many
+    batches; read here by default.
     """
     config = DecodingConfig() if config is None else config
     count, eos_id = len(batch.ids), tokenizer.eos_id
@@ -47,6 +50,7 @@ def decode(
     if not count:
         return []
     lm = load_lm(config, model, tokenizer) if lm is None else lm
+    boost = load_boost(config, model, tokenizer) if boost is None else boost
     if method == "language_model":
         return _answers(model, tokenizer, batch, config)
     encoded = model.encode(batch)
@@ -55,9 +59,9 @@ def decode(
             limit_of(model, prompt, config.max_tokens(frames))
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
-        decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm)
+        decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm, boost)
     else:
-        decoded = _aligned(model, method, encoded, config, lm)[:count]
+        decoded = _aligned(model, method, encoded, config, lm, boost)[:count]
     decoded = with_details(model, method, encoded, prompts, decoded, config, eos_id)
     if not config.score_parts:
         return decoded
@@ -94,23 +98,25 @@ def _aligned(
     encoded: PackedSequence,
     config: DecodingConfig,
     lm: TokenLM | None,
+    boost: BoostTree | None,
 ) -> list[Decoded]:
     head = model.transducer
     if config.beam == 1:
         if method == "ctc":
-            texts = ctc_greedy(model, encoded, blank_id=model.vocab_size)
+            texts = ctc_greedy(model, encoded, model.vocab_size, boost)
         else:
             assert head is not None  # checked by choose_method
-            texts = transducer_greedy(head, encoded, config.max_symbols)
+            texts = transducer_greedy(head, encoded, config.max_symbols, boost)
         return [Decoded(tuple(tokens)) for tokens in texts]
     nbest = config.nbest or 1
     if method == "ctc":
-        lists = ctc_beam(model, encoded, config.beam, lm, config.effective_lm_weight, nbest)
+        weight = config.effective_lm_weight
+        lists = ctc_beam(model, encoded, config.beam, lm, weight, nbest, boost=boost)
     else:
         assert head is not None  # checked by choose_method
         limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
         search = transducer_beam if head.config.durations is None else tdt_beam
-        lists = search(head, encoded, config.beam, limits, nbest)
+        lists = search(head, encoded, config.beam, limits, nbest, boost=boost)
     return [
         Decoded(
             # A duration may lead past the end on every path.
@@ -129,9 +135,10 @@ def _attention(
     limits: Sequence[int],
     config: DecodingConfig,
     lm: TokenLM | None,
+    boost: BoostTree | None,
 ) -> list[Decoded]:
     eos_id, classes = tokenizer.eos_id, tokenizer.vocab_size
-    if config.is_plain_greedy and lm is None:
+    if config.is_plain_greedy and lm is None and boost is None:
         return attention_greedy(model, encoded, prompts, limits, eos_id, classes)
     return attention_beam(
         model,
@@ -147,5 +154,6 @@ def _attention(
         no_repeat_ngram=config.no_repeat_ngram,
         lm=lm,
         lm_weight=config.effective_lm_weight,
+        boost=boost,
         nbest=config.nbest,
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.streams import OpenTranscript, keep_consistent, merged
 from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
@@ -33,6 +34,7 @@ def tdt_beam(
     limits: Sequence[int],  # most labels of each transcript
     nbest: int = 1,
     *,
+    boost: BoostTree | None = None,
     with_frames: bool = False,  # whether hypotheses have the frames of their labels: slower
 ) -> list[list[Hypothesis]]:
     """Find the likeliest transcripts of each sequence, the best first; for an empty one, no labels.
@@ -45,7 +47,8 @@ def tdt_beam(
 
     Paths are those of the loss (`effasr_kernels.transducer_loss`): a blank lasts at least one
     frame, and the last blank ends with the last frame. Greedy search is less strict, and takes
-    symbol and duration separately, so a beam of 1 is not the same.
+    symbol and duration separately, so a beam of 1 is not the same. With ``boost``, scores have its
+    bonuses.
     """
     frames = head.encoder_projection(encoded.values)
     best = new_lists(encoded, len(limits), nbest)
@@ -53,12 +56,13 @@ def tdt_beam(
     first = Hypotheses.begin(head, len(utterances), beam, with_frames=with_frames)
     ahead, passed = _with_empty_frames(head, first), 0
     while len(utterances):
-        ahead = _advance(head, frames, utterances, ahead, passed)
+        ahead = _advance(head, frames, utterances, ahead, passed, boost)
         passed += 1
         at_end = utterances.ends - utterances.begins == passed
         index = at_end.nonzero()[:, 0]
         if len(index):
-            ahead[0].keep(index).record(utterances.keep(index), NO_SCORE, best)
+            ended = ahead[0].keep(index).ended(head, boost)
+            ended.record(utterances.keep(index), NO_SCORE, best)
             going = (~at_end).nonzero()[:, 0]
             utterances, ahead = utterances.keep(going), tuple(part.keep(going) for part in ahead)
     return best.lists
@@ -77,6 +81,7 @@ def _advance(
     utterances: UtteranceFrames,
     ahead: Sequence[Hypotheses],  # at this frame, the next one, ... up to the longest duration
     passed: int | Tensor,  # number of earlier frames; int64 (N,) where it differs
+    boost: BoostTree | None,
 ) -> tuple[Hypotheses, ...]:
     """Extend the hypotheses at a frame by all symbols and durations, until all have moved on."""
     now, *later = ahead
@@ -86,13 +91,15 @@ def _advance(
     frame, remaining = frames[row][:, None], (utterances.ends - row)[:, None]
     number = (row - utterances.begins)[:, None].expand(-1, beam)
     while (now.scores > NO_SCORE).any():
-        now = now.read(head)
+        now = now.read(head, boost)
         logits = head.logits(frame, now.predicted).to(now.scores.dtype)
         symbols = logits[..., : head.blank_id + 1].log_softmax(-1)
         of_durations = logits[..., head.blank_id + 1 :].log_softmax(-1)
         extended = now.scores[..., None] + symbols
         full = now.counts >= utterances.limits[:, None]
         label, blank = extended[..., :-1].masked_fill(full[..., None], NO_SCORE), extended[..., -1]
+        if boost is not None:
+            label = label + boost.rows(now.phrases)[..., :-1]
         for index, duration in enumerate(durations):
             if duration:
                 score = of_durations[..., index]
@@ -103,7 +110,7 @@ def _advance(
                 there = later[duration - 1]
                 later[duration - 1] = _extended(there, now, blanks, labels, number)
         scores, chosen = (label + of_durations[..., :1]).flatten(1).topk(beam)
-        # Later hypotheses cannot become likelier.
+        # Later hypotheses cannot become likelier, but for bonuses.
         bar = torch.cat([part.scores for part in later], 1).topk(beam).values[:, -1:]
         scores = scores.masked_fill(scores <= bar, NO_SCORE)
         parent, new = chosen // label.shape[-1], chosen % label.shape[-1]
@@ -188,7 +195,7 @@ class TDTBeamStreams(TransducerStreamsBase):
         """Read one frame of each slot, ``more`` after those that are passed."""
         rows, utterances = self._frames.utterances(slots)
         passed = self._index([self._passed[slot] + more for slot in slots])
-        return _advance(self._head, rows, utterances, ahead, passed)
+        return _advance(self._head, rows, utterances, ahead, passed, self._boost)
 
     def _likeliest(self, slots: Sequence[int]) -> list[OpenTranscript]:
         best = [hypotheses[0] for hypotheses in self._lists(slots)]
@@ -205,7 +212,7 @@ class TDTBeamStreams(TransducerStreamsBase):
         best = NBest(len(slots), self.beam * len(self._ahead))
         _, utterances = self._frames.utterances(slots)
         for hypotheses in self._kept(slots):
-            hypotheses.record(utterances, NO_SCORE, best)
+            hypotheses.ended(self._head, self._boost).record(utterances, NO_SCORE, best)
         return [merged(hypotheses) for hypotheses in best.lists]
 
     def _ended(self, slot: int) -> list[Hypothesis]:
@@ -213,7 +220,7 @@ class TDTBeamStreams(TransducerStreamsBase):
         for more in range(self._frames.end(slot) - self._passed[slot]):
             ahead = self._next([slot], ahead, more)
         _, utterances = self._frames.utterances([slot])
-        ahead[0].record(utterances, NO_SCORE, best)
+        ahead[0].ended(self._head, self._boost).record(utterances, NO_SCORE, best)
         return best.lists[0]
 
     def _keep(self, slot: int, final: Sequence[int], since: int) -> None:
@@ -221,7 +228,7 @@ class TDTBeamStreams(TransducerStreamsBase):
         consistent = []
         for hypotheses in self._kept([slot]):
             # The predictor must have read what is final.
-            read = hypotheses.read(self._head)
+            read = hypotheses.read(self._head, self._boost)
             agrees, labels, frames, counts = keep_consistent(
                 read.labels, read.frames, read.counts, final, since
             )

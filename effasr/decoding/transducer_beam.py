@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.streams import OpenTranscript, keep_consistent, opened
 from effasr.decoding.transducer_hypotheses import (
     NO_SCORE,
@@ -32,6 +33,7 @@ def transducer_beam(
     limits: Sequence[int],  # most labels of each transcript
     nbest: int = 1,
     *,
+    boost: BoostTree | None = None,
     with_frames: bool = False,  # whether hypotheses have the frames of their labels: slower
 ) -> list[list[Hypothesis]]:
     """Find the likeliest transcripts of each sequence, the best first; for an empty one, no labels.
@@ -40,7 +42,8 @@ def transducer_beam(
     has one hypothesis, whose score is the sum over all paths to it that the beam has kept: paths
     that end with a blank and paths that end with the last label are added. So the search is exact
     with a beam that is wide enough, and greedy without a limit on the labels of a frame with a beam
-    of 1.
+    of 1. With ``boost``, scores have its bonuses, and open hypotheses are assumed to gain at most
+    that of one more phrase.
 
     Saon et al., 2020, https://ieeexplore.ieee.org/document/9053040 (alignment-length synchronous).
     """
@@ -54,7 +57,7 @@ def transducer_beam(
         utterances.begins[:, None].expand(-1, beam),
         hypotheses,
     )
-    _finish(head, frames, search, best)
+    _finish(head, frames, search, best, boost)
     return best.lists
 
 
@@ -78,18 +81,24 @@ class _BeamState:
         return replace(self, at=torch.minimum(self.at, (self.utterances.ends - 1)[:, None]))
 
 
-def _finish(head: Transducer, frames: Tensor, search: _BeamState, best: NBest) -> None:
-    search = _recorded(search, best)
+def _finish(
+    head: Transducer, frames: Tensor, search: _BeamState, best: NBest, boost: BoostTree | None
+) -> None:
+    search = _recorded(head, search, best, boost)
     while len(search.utterances):
-        search = _recorded(_advance(head, frames, search), best)
+        search = _recorded(head, _advance(head, frames, search, boost), best, boost)
 
 
-def _advance(head: Transducer, frames: Tensor, search: _BeamState) -> _BeamState:
+def _advance(
+    head: Transducer, frames: Tensor, search: _BeamState, boost: BoostTree | None
+) -> _BeamState:
     """Extend every hypothesis by the blank and by each label, and keep the K best."""
     before = search.hypotheses
     logits = head.logits(frames[search.at], before.predicted)
     steps = logits.to(before.scores.dtype).log_softmax(-1)
     label, blank = before.scores[..., None] + steps[..., :-1], before.scores + steps[..., -1]
+    if boost is not None:
+        label = label + boost.rows(before.phrases)[..., :-1]
     full = before.counts >= search.utterances.limits[:, None]
     label = label.masked_fill(full[..., None], NO_SCORE)
     now = search.at - search.utterances.begins[:, None]
@@ -106,20 +115,24 @@ def _advance(head: Transducer, frames: Tensor, search: _BeamState) -> _BeamState
     return replace(
         search,
         at=search.at.gather(1, parent) + (symbol == head.blank_id),
-        hypotheses=after.read(head),
+        hypotheses=after.read(head, boost),
     )
 
 
-def _recorded(search: _BeamState, best: NBest) -> _BeamState:
+def _recorded(
+    head: Transducer, search: _BeamState, best: NBest, boost: BoostTree | None
+) -> _BeamState:
     """Record complete hypotheses, and drop utterances that no other hypothesis can improve."""
     hypotheses = search.hypotheses
     complete = search.at == search.utterances.ends[:, None]
-    ended = replace(hypotheses, scores=hypotheses.scores.masked_fill(~complete, NO_SCORE))
+    ended = hypotheses.ended(head, boost)
+    ended = replace(ended, scores=ended.scores.masked_fill(~complete, NO_SCORE))
     ended.record(search.utterances, search.best[:, -1:], best)
     scores = torch.cat([search.best, ended.scores], 1).topk(best.size).values
     open_scores = hypotheses.scores.masked_fill(complete, NO_SCORE)
     # The sum of the remaining scores bounds the score of any transcript still reachable.
-    going = (open_scores.logsumexp(1) > scores[:, -1]).nonzero()[:, 0]
+    gain = 0.0 if boost is None else boost.largest
+    going = (open_scores.logsumexp(1) + gain > scores[:, -1]).nonzero()[:, 0]
     remainder = replace(search, best=scores, hypotheses=replace(hypotheses, scores=open_scores))
     return remainder.in_range().keep(going)
 
@@ -146,9 +159,10 @@ class TransducerBeamStreams(TransducerStreamsBase):
         rows, search = self._search(slots)
         while len(index := _unfinished(search)):
             if len(index) == len(slots):
-                search = _advance(self._head, rows, search.in_range())
+                search = _advance(self._head, rows, search.in_range(), self._boost)
             else:
-                part = _advance(self._head, rows, search.keep(index).in_range())
+                part = search.keep(index).in_range()
+                part = _advance(self._head, rows, part, self._boost)
                 search = replace(
                     search,
                     at=search.at.index_copy(0, index, part.at),
@@ -176,18 +190,19 @@ class TransducerBeamStreams(TransducerStreamsBase):
     def _likeliest(self, slots: Sequence[int]) -> list[OpenTranscript]:
         index = self._index(slots)
         part = self._beams.keep(index)
-        best = part.scores.argmax(1)
+        best = part.ended(self._head, self._boost).scores.argmax(1)
         return opened(part.labels, part.frames, best, self._at[index, best].tolist())
 
     def _hypotheses(self, slot: int) -> list[Hypothesis]:
         best = NBest(1, self.beam)
         _, search = self._search([slot])
-        search.hypotheses.record(search.utterances, NO_SCORE, best)
+        ended = search.hypotheses.ended(self._head, self._boost)
+        ended.record(search.utterances, NO_SCORE, best)
         return best.lists[0]
 
     def _ended(self, slot: int) -> list[Hypothesis]:
         best = NBest(1, self.nbest)
-        _finish(self._head, *self._search([slot]), best)
+        _finish(self._head, *self._search([slot]), best, self._boost)
         return best.lists[0]
 
     def _keep(self, slot: int, final: Sequence[int], since: int) -> None:

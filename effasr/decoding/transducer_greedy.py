@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.streams import Emitted
 from effasr.model.transducer import Transducer
 from effasr_kernels import PackedSequence
@@ -14,12 +15,12 @@ from effasr_kernels import PackedSequence
 
 @torch.no_grad()
 def transducer_greedy(
-    head: Transducer, encoded: PackedSequence, max_symbols: int
+    head: Transducer, encoded: PackedSequence, max_symbols: int, boost: BoostTree | None = None
 ) -> list[list[int]]:
     """Decode sequences of encoder output, independently of each other; see `GreedyTransducer`."""
     rows = head.encoder_projection(encoded.values)
     bounds = encoded.layout.cu_seqlens.long()
-    search = GreedyTransducer(head, encoded.layout.num_sequences, max_symbols)
+    search = GreedyTransducer(head, encoded.layout.num_sequences, max_symbols, boost)
     emitted = search.advance(rows, bounds[:-1], bounds[1:])
     return [[token for token, _ in tokens] for tokens in emitted[: len(encoded.layout.lengths)]]
 
@@ -38,15 +39,20 @@ class GreedyTransducer:
     ``ParakeetForTDT.generate``, which does not limit the labels of a frame.
     """
 
-    def __init__(self, head: Transducer, searches: int, max_symbols: int):
-        self._head, self._max_symbols = head, max_symbols
+    def __init__(
+        self, head: Transducer, searches: int, max_symbols: int, boost: BoostTree | None = None
+    ):
+        self._head, self._max_symbols, self._boost = head, max_symbols, boost
         self._predicted, self._state = head.begin(searches)
+        # Of the phrases that bonuses are for.
+        self._phrases = torch.zeros(searches, dtype=torch.int64, device=self._predicted.device)
         self._skipped: Tensor | None = None  # frames of the next part that a duration leads past
 
     def start(self, search: int) -> None:
         predicted, state = self._head.begin(1)
         index = torch.tensor([search], device=predicted.device)
         self._put(index, predicted, state)
+        self._phrases[search] = 0
         if self._skipped is not None:
             self._skipped[search] = 0
 
@@ -63,7 +69,7 @@ class GreedyTransducer:
         while len(index):
             before = at[index]
             reached, symbols, durations = next_labels(
-                self._head, rows, predicted, before, ends[index]
+                self._head, rows, predicted, before, ends[index], self._boost, self._phrases[index]
             )
             again = torch.where(reached == before, count[index], 0) + 1
             onward = torch.where(again < self._max_symbols, durations, durations.clamp(min=1))
@@ -78,6 +84,8 @@ class GreedyTransducer:
                 emitted[search].append(Emitted(token, frame))
             if not len(index):
                 break
+            if self._boost is not None:
+                self._phrases[index] = self._boost.advanced(self._phrases[index], symbols)
             predicted, state = self._head.step(symbols, tuple(part[labelled] for part in state))
             self._put(index, predicted, state)
             going = (now[labelled] < ends[index]).nonzero()[:, 0]
@@ -95,10 +103,12 @@ class GreedyTransducer:
 class TransducerStreams:
     """Decodes streams; a duration that leads beyond a chunk skips frames of the next one."""
 
-    def __init__(self, head: Transducer, slots: int, max_symbols: int):
+    def __init__(
+        self, head: Transducer, slots: int, max_symbols: int, boost: BoostTree | None = None
+    ):
         self._head = head
         with torch.inference_mode():
-            self._search = GreedyTransducer(head, slots, max_symbols)
+            self._search = GreedyTransducer(head, slots, max_symbols, boost)
 
     @torch.inference_mode()
     def start(self, slot: int) -> None:
@@ -119,6 +129,8 @@ def next_labels(
     predicted: Tensor,  # (N, J), after the labels so far
     at: Tensor,  # int64 (N,), the current row of ``frames`` of each
     end: Tensor,  # int64 (N,), the row after the last of each
+    boost: BoostTree | None = None,
+    phrases: Tensor | None = None,  # int64 (N,), states of ``boost``
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move over blanks; return row (from ``end`` on: none), label and duration, int64 (N,)."""
     at, symbols, lasts = at.clone(), torch.full_like(at, head.blank_id), torch.zeros_like(at)
@@ -127,7 +139,12 @@ def next_labels(
     seeking = (at < end).nonzero()[:, 0]
     while len(seeking):
         logits = head.logits(frames[at[seeking]], predicted[seeking])
-        symbols[seeking] = best = logits[:, : head.blank_id + 1].argmax(-1)
+        of_symbols = logits[:, : head.blank_id + 1]
+        if boost is None or phrases is None:
+            best = of_symbols.argmax(-1)
+        else:
+            best = boost.likeliest(of_symbols, phrases[seeking])
+        symbols[seeking] = best
         is_blank = best == head.blank_id
         if frames_of is not None:
             lasts[seeking] = frames_of[logits[:, head.blank_id + 1 :].argmax(-1)]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.streams import BeamStreams
 from effasr.model.transducer import Transducer
 from effasr.nn.predictor import PredictorState
@@ -50,12 +51,13 @@ class UtteranceFrames:
 class Hypotheses:
     """K hypotheses of each of N utterances; one with a score of -inf is an empty place."""
 
-    scores: Tensor  # (N, K), log-probabilities
+    scores: Tensor  # (N, K), log-probabilities and bonuses of the labels
     counts: Tensor  # int64 (N, K), labels so far; 0 for an empty place
     labels: Tensor  # int64 (N, K, longest), followed by -1
     # int64 (N, K, longest), the frame of each label on the likeliest path; None if not followed.
     frames: Tensor | None
     is_new: Tensor  # bool (N, K), whether the predictor has yet to read the last label
+    phrases: Tensor  # int64 (N, K), states of the bonuses after the labels that are read
     predicted: Tensor  # (N, K, J), the predictor's share of the joint network
     state: PredictorState  # (N, K, ...) each
 
@@ -74,6 +76,7 @@ class Hypotheses:
             labels=empty,
             frames=empty if with_frames else None,
             is_new=counts.bool(),
+            phrases=counts.clone(),
             predicted=predicted.unflatten(0, shape),
             state=tuple(part.unflatten(0, shape) for part in state),
         )
@@ -104,7 +107,7 @@ class Hypotheses:
             is_new=self.is_new | is_label,
         )
 
-    def read(self, head: Transducer) -> Hypotheses:
+    def read(self, head: Transducer, boost: BoostTree | None = None) -> Hypotheses:
         """Let the predictor read the new labels of the hypotheses that are in the beam."""
         rows = (self.is_new & (self.scores > NO_SCORE)).flatten().nonzero()[:, 0]
         if not len(rows):
@@ -117,12 +120,23 @@ class Hypotheses:
             flat = part.flatten(0, 1).index_copy(0, rows, value.to(part.dtype))
             return flat.unflatten(0, part.shape[:2])
 
+        phrases = self.phrases
+        if boost is not None:
+            phrases = updated(phrases, boost.advanced(phrases.flatten()[rows], newest))
         return replace(
             self,
             is_new=torch.zeros_like(self.is_new),
+            phrases=phrases,
             predicted=updated(self.predicted, predicted),
             state=tuple(updated(old, new) for old, new in zip(self.state, state, strict=True)),
         )
+
+    def ended(self, head: Transducer, boost: BoostTree | None) -> Hypotheses:
+        """Return them as transcripts, which have no bonus of what is not complete."""
+        if boost is None:
+            return self
+        read = self.read(head, boost)
+        return replace(read, scores=read.scores + boost.ends(read.phrases))
 
     def record(self, utterances: UtteranceFrames, least: Tensor | float, best: NBest) -> None:
         """Record the hypotheses with scores above ``least``, (N, 1) or one number."""
@@ -202,9 +216,11 @@ class TransducerStreamsBase(BeamStreams):
         # Most labels of an open transcript of so many frames. One that reaches it before later
         # frames have come may be another one than that of the whole utterance.
         limit: Callable[[int], int],
+        boost: BoostTree | None = None,
     ):
         super().__init__(slots, beam, nbest)
         self._head, self._frames = head, UnreadFrames(head, slots, limit)
+        self._boost = boost
         self._device = next(head.parameters()).device
         with torch.inference_mode():
             self._prepare(slots)

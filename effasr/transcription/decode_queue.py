@@ -15,6 +15,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, with_details
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.paged import PAGE
@@ -54,15 +55,21 @@ class SingleBatches:
     """Decodes one batch after the other by `decode`."""
 
     def __init__(
-        self, model: ASRModel, tokenizer: Tokenizer, config: DecodingConfig, lm: TokenLM | None
+        self,
+        model: ASRModel,
+        tokenizer: Tokenizer,
+        config: DecodingConfig,
+        lm: TokenLM | None,
+        boost: BoostTree | None,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._config, self._lm = config, lm
+        self._config, self._lm, self._boost = config, lm, boost
 
     def feed(
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
-        results = decode(self._model, self._tokenizer, batch, prompts, self._config, self._lm)
+        parts = self._model, self._tokenizer, batch, prompts, self._config
+        results = decode(*parts, self._lm, self._boost)
         yield from zip(names, results, strict=True)
 
     def finish(self) -> Iterator[Named]:

@@ -20,7 +20,7 @@ from effasr.decoding.checks import check_config, check_prompt
 from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.lm.loading import load_lm
+from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters import evaluating
@@ -75,6 +75,7 @@ class Recognizer:
         self.vad = self._detectors.name
         self.method = check_config(model, self.config)
         self._lm = load_lm(self.config, model, tokenizer)
+        self._boost = load_boost(self.config, model, tokenizer)
         self._calibration = load_calibration(self.config.calibration, self.method)
         device = next(model.parameters()).device
         self._second = load_second_pass(self.config, device)
@@ -215,7 +216,8 @@ class Recognizer:
         if self.method == "language_model" and isinstance(self.tokenizer, ChatTokenizer):
             return ConversationBatches(self.model, self.tokenizer, self.config)
         if self.method != "attention" or not self.config.is_plain_greedy:
-            return SingleBatches(self.model, self.tokenizer, self.config, self._lm)
+            parts = self.model, self.tokenizer, self.config
+            return SingleBatches(*parts, self._lm, self._boost)
         most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)
         return ContinuousBatches(self.model, self.tokenizer, self.config, most)
 

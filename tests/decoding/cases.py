@@ -1,7 +1,7 @@
 """What the tests of several searches share: utterances, models, definitions and checks."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,17 @@ def ctc_texts(frames: torch.Tensor) -> dict[tuple[int, ...], float]:
     for (text, _), probability in paths.items():
         texts[text] = texts.get(text, 0.0) + probability
     return {text: math.log(probability) for text, probability in texts.items()}
+
+
+def gained(text: Sequence[int], phrases: Mapping[tuple[int, ...], float]) -> float:
+    """The bonus of a text: its phrases from the left, the longest of those that begin there."""
+    total, at = 0.0, 0
+    while at < len(text):
+        here = [p for p in phrases if tuple(text[at : at + len(p)]) == p]
+        longest = max(here, key=len, default=())
+        total += len(longest) * phrases.get(longest, 0.0)
+        at += len(longest) or 1
+    return total
 
 
 @torch.no_grad()

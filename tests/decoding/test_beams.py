@@ -11,6 +11,7 @@ from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.decoded import with_scores
 from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
@@ -28,6 +29,7 @@ from tests.decoding.cases import (
     ctc_texts,
     decode_all,
     decoder_steps,
+    gained,
     make_frames,
     make_head,
 )
@@ -76,23 +78,31 @@ def lm_score(text: Sequence[int]) -> float:
     return total * math.log(10)
 
 
+PHRASES = {(0, 1): 1.0, (0, 1, 3): 0.5, (1, 0): 0.7, (3,): 0.2, (1, 1): 0.4}
+
+
+@pytest.mark.parametrize("phrases", [{}, PHRASES])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lm_weight", [0.0, 0.3, 1.5])
-def test_ctc(lm_weight, seed, bigrams) -> None:
+def test_ctc(lm_weight, seed, phrases, bigrams) -> None:
     draw = torch.Generator().manual_seed(seed)
     lengths = (4, 0, 5, 3, 1)
     encoded = pack([1.5 * torch.randn(n, 5, generator=draw) for n in lengths], rows=15)
     lm = (bigrams, lm_weight) if lm_weight else (None, 0.0)
-    result = ctc_beam(GIVEN, encoded, 500, *lm, nbest=SIZE)
+    boost = BoostTree(phrases, 4) if phrases else None
+    result = ctc_beam(GIVEN, encoded, 500, *lm, nbest=SIZE, boost=boost)
     changed = 0
     for listed, frames in zip(result, encoded.unpack(), strict=False):
         likelihoods = ctc_texts(frames)
-        ranks = {t: score + lm_weight * lm_score(t) for t, score in likelihoods.items()}
+        ranks = {
+            text: score + lm_weight * lm_score(text) + gained(text, phrases)
+            for text, score in likelihoods.items()
+        }
         assert_best_of(ranks, listed, rel=1e-6)
         changed += listed[0].tokens != max(likelihoods, key=likelihoods.__getitem__)
-        alone = ctc_beam(GIVEN, pack([frames]), 4, *lm)
-        assert alone == ctc_beam(GIVEN, pack([frames, frames]), 4, *lm)[:1]
-    assert changed or not lm_weight, "the test needs a text that the language model changes"
+        alone = ctc_beam(GIVEN, pack([frames]), 4, *lm, boost=boost)
+        assert alone == ctc_beam(GIVEN, pack([frames, frames]), 4, *lm, boost=boost)[:1]
+    assert changed or not (lm_weight or phrases), "the test needs a text that they change"
 
 
 STATELESS = TransducerConfig(predictor="stateless", width=8, joint=7, activation="tanh")
@@ -112,8 +122,9 @@ TRANSDUCERS = {
 
 @pytest.mark.parametrize("kind", TRANSDUCERS)
 @pytest.mark.representative(kind=["lstm", "stateless", "lstm (0, 1, 3)", "stateless (0, 1, 3)"])
+@pytest.mark.parametrize("phrases", [{}, {(0, 1): 1.0, (1,): 0.3, (2, 2): 0.5}])
 @torch.no_grad()
-def test_transducers(kind) -> None:
+def test_transducers(kind, phrases) -> None:
     """The likelihood of a text is the sum over all paths, as the loss has it."""
     config, labels, better = TRANSDUCERS[kind], 3, 0
     search = transducer_beam if config.durations is None else tdt_beam
@@ -122,14 +133,16 @@ def test_transducers(kind) -> None:
     for seed in range(5):
         head = make_head(config, labels, seed, blank=1.0)
         encoded = make_frames(3, 0, 1, 5, 2, seed=seed)
-        result = search(head, encoded, 80, [2] * 5, SIZE)
+        boost = BoostTree(phrases, labels) if phrases else None
+        result = search(head, encoded, 80, [2] * 5, SIZE, boost=boost)
         greedy = transducer_greedy(head, encoded, 100)
         assert result[1] == [Hypothesis((), 0.0, 0.0)]
         for listed, frames, plain in zip(result, encoded.unpack(), greedy, strict=True):
             if not len(frames):
                 continue
             losses = head(pack([frames] * len(texts)), packed).tolist()
-            ranks = {text: -loss for text, loss in zip(texts, losses, strict=True)}
+            pairs = zip(texts, losses, strict=True)
+            ranks = {text: gained(text, phrases) - loss for text, loss in pairs}
             assert_best_of(ranks, listed, rel=1e-6)
             better += list(listed[0].tokens) != plain
     assert better > 2, "the test needs texts that greedy search does not find"
@@ -167,11 +180,13 @@ def ctc_loss_score(model, frames: torch.Tensor, text: Sequence[int]) -> float:
 @pytest.mark.parametrize("lm_weight", [0.0, 0.7])
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.5])
+@pytest.mark.parametrize("phrases", [{}, PHRASES])
 def test_attention(
-    penalty, ctc_weight, lm_weight, coverage, tiny, bigrams, speech, transcripts
+    phrases, penalty, ctc_weight, lm_weight, coverage, tiny, bigrams, speech, transcripts
 ) -> None:
     options = {"length_penalty": penalty, "ctc_weight": ctc_weight, "lm_weight": lm_weight}
     options |= {"lm": bigrams if lm_weight else None, "coverage_penalty": coverage}
+    options["boost"] = BoostTree(phrases, 4) if phrases else None
     arguments = tiny, speech, PROMPTS, LIMITS, EOS
     result = attention_beam(*arguments, **options, beam=150, nbest=SIZE)
     narrow = attention_beam(*arguments, **options, beam=3, nbest=2)
@@ -181,7 +196,7 @@ def test_attention(
         for text, (of_decoder, of_ctc, share) in parts.items():
             # A text longer than the frames is impossible to CTC, whose weight may be 0.
             score = (1 - ctc_weight) * of_decoder + (ctc_weight * of_ctc if ctc_weight else 0.0)
-            scores[text] = score + lm_weight * lm_score(text)
+            scores[text] = score + lm_weight * lm_score(text) + gained(text, phrases)
             ranks[text] = scores[text] / ((6 + len(text)) / 6) ** penalty + coverage * share
         assert_best_of(ranks, item.alternatives, scores, rel=1e-5)
         assert item.tokens == item.alternatives[0].tokens

@@ -43,6 +43,9 @@ LISTED = {"beam": 2, "nbest": 2}
         ({"lm_unit": "word"}, "`lm_unit` must be token where there is no `lm`"),
         ({"lm_weight": 0.5}, "`lm_weight` must be left out where there is no `lm`"),
         ({"lm": LM, "lm_weight": 0.0}, "`lm_weight` must be above 0, but is 0.0"),
+        ({"boost_weight": 1.0}, "`boost_weight` must be left out where there is no `boost`"),
+        ({"boost": LM, "boost_weight": 0.0}, "`boost_weight` must be above 0, but is 0.0"),
+        (LISTED | {"boost": LM, "score_parts": True}, "`boost` must be left out with `score_p"),
         ({"gap_seconds": 0.01}, "`gap_seconds` must be at least 0.1, but is 0.01"),
         ({"calibration": LM}, "`calibration` must be left out without `word_confidence`"),
         ({"second_lm": LM}, "`nbest` must be at least 2 with `second_lm`"),
@@ -82,6 +85,7 @@ LACKS = "because this model has no"
         ("decoder", {"ctc_weight": 0.5}, "`ctc_weight` must be 0 for a model without CTC head"),
         ("all", {"method": "ctc", "no_repeat_ngram": 3}, f"`no_repeat_ngram` {LEFT_OUT} ctc"),
         ("all", {"method": "ctc", "lm": LM}, "`beam` must be at least 2 for CTC with the language"),
+        ("language_model", {"boost": LM}, "`boost` must be left out for the method language_model"),
         ("decoder", {"words": True}, "`words` must be false for a model without CTC head"),
         ("ctc", {"method": "attention"}, f"`method` must not be attention, {LACKS} decoder"),
         ("decoder", {"method": "ctc"}, f"`method` must not be ctc, {LACKS} CTC head"),
@@ -96,7 +100,10 @@ def test_options_that_a_model_does_not_support(parts, options, message, model) -
 def with_parts(model, parts: str) -> SimpleNamespace:
     """What checks read of a model with these parts: its configuration."""
     config = replace(model.config, transducer=TransducerConfig(width=8, joint=8), ctc=True)
-    if parts == "transducer":
+    if parts == "language_model":
+        parts_of = {"decoder": None, "transducer": None, "ctc": False}
+        config = SimpleNamespace(**parts_of, language_model=object())
+    elif parts == "transducer":
         config = replace(config, decoder=None)
     elif parts != "all":
         decoder = config.decoder if parts == "decoder" else None

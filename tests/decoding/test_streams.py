@@ -11,6 +11,7 @@ from torch import Tensor
 from effasr.decoding.confidence.tokens import likeliest_frames
 from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion, ctc_beam
 from effasr.decoding.hypothesis import Hypothesis
+from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.decoding.streams import BeamStreams, keep_consistent
 from effasr.decoding.tdt_beam import TDTBeamStreams, tdt_beam
@@ -19,7 +20,7 @@ from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
 from tests.decoding.cases import GIVEN, make_frames, make_head
 
-KINDS = "ctc", "ctc_lm", "stateless", "lstm", "tdt"
+KINDS = "ctc", "ctc_lm", "ctc_boost", "stateless", "lstm", "tdt", "stateless_boost", "tdt_boost"
 BEAM, NBEST, LIMIT, LABELS = 4, 3, 40, 5
 LENGTHS = 23, 1, 12, 30, 9, 2
 
@@ -33,20 +34,25 @@ def small_lm() -> TokenNgrams:
     return TokenNgrams([item, two], LABELS, eos_id=0)
 
 
+def boost_of(kind: str) -> BoostTree | None:
+    phrases = {(1, 2): 1.0, (2, 3, 1): 1.5, (4,): 0.3, (0, 0): 0.5}
+    return BoostTree(phrases, LABELS) if kind.endswith("_boost") else None
+
+
 def head_of(kind: str, seed: int = 0, scale: float = 1.0) -> Transducer:
     config = TransducerConfig(
         predictor="lstm" if kind == "lstm" else "stateless", width=8, joint=7, activation="tanh",
-        durations=(0, 1, 2, 4) if kind == "tdt" else None,
+        durations=(0, 1, 2, 4) if kind.startswith("tdt") else None,
     )  # fmt: skip
     return make_head(config, LABELS, seed, scale=scale, blank=1.5)
 
 
 def streams_of(kind: str, slots: int, head: Transducer | None, beam: int = BEAM) -> BeamStreams:
     if head is None:
-        fusion = Fusion(small_lm(), 0.5) if kind == "ctc_lm" else None
-        return CTCBeamStreams(GIVEN, slots, beam, NBEST, fusion)
-    made = TDTBeamStreams if kind == "tdt" else TransducerBeamStreams
-    return made(head, slots, beam, NBEST, lambda frames: LIMIT)
+        lm = small_lm() if kind == "ctc_lm" else None
+        return CTCBeamStreams(GIVEN, slots, beam, NBEST, Fusion.of(lm, 0.5, boost_of(kind)))
+    made = TDTBeamStreams if kind.startswith("tdt") else TransducerBeamStreams
+    return made(head, slots, beam, NBEST, lambda frames: LIMIT, boost_of(kind))
 
 
 def case(kind: str, seed: int = 0) -> tuple[Transducer | None, PackedSequence]:
@@ -67,10 +73,12 @@ def whole(
 ) -> list[list[Hypothesis]]:
     if head is None:
         lm = (small_lm(), 0.5) if kind == "ctc_lm" else (None, 0.0)
-        return ctc_beam(GIVEN, encoded, beam, *lm, NBEST, with_frames=with_frames)
-    search = tdt_beam if kind == "tdt" else transducer_beam
+        boost = boost_of(kind)
+        return ctc_beam(GIVEN, encoded, beam, *lm, NBEST, boost=boost, with_frames=with_frames)
+    search = tdt_beam if kind.startswith("tdt") else transducer_beam
     limits = [LIMIT] * encoded.layout.num_sequences
-    return search(head, encoded, beam, limits, NBEST, with_frames=with_frames)
+    boost = boost_of(kind)
+    return search(head, encoded, beam, limits, NBEST, boost=boost, with_frames=with_frames)
 
 
 def fed(
@@ -144,8 +152,8 @@ def test_tokens_that_are_final_stay(kind) -> None:
     search = streams_of(kind, 1, head, beam=60)
     search.start(0)
     final: tuple[int, ...] = ()
-    last = 28 if kind == "tdt" else 6
-    for at in fed(search, [rows[0][:last]], 7 if kind == "tdt" else 3):
+    last = 28 if kind.startswith("tdt") else 6
+    for at in fed(search, [rows[0][:last]], 7 if kind.startswith("tdt") else 3):
         if at[0] == last:
             open_ = search.transcript(0)
             assert len(open_.tokens) > 1

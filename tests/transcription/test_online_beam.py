@@ -13,6 +13,8 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import CTCBeamStreams, ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.hypothesis import Hypothesis
+from effasr.decoding.lm.boosting import BoostTree
+from effasr.decoding.lm.loading import load_boost
 from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
@@ -38,33 +40,42 @@ def calm(model: ASRModel) -> ASRModel:
 
 
 @torch.no_grad()
-def offline(model: ASRModel, encoded: PackedSequence, beam: int) -> list[Hypothesis]:
+def offline(
+    model: ASRModel, encoded: PackedSequence, beam: int, boost: BoostTree | None = None
+) -> list[Hypothesis]:
     head = model.transducer
     if beam == 1:
         search = transducer_greedy if head else ctc_greedy
         arguments = (head, encoded, 10) if head else (model, encoded, model.vocab_size)
-        return [Hypothesis(tuple(search(*arguments)[0]), 0.0, 0.0)]
+        return [Hypothesis(tuple(search(*arguments, boost)[0]), 0.0, 0.0)]
     if head is None:
-        return ctc_beam(model, encoded, beam, nbest=NBEST)[0]
+        return ctc_beam(model, encoded, beam, nbest=NBEST, boost=boost)[0]
     limits = [DecodingConfig().max_tokens(frames) for frames in encoded.layout.lengths]
     search = transducer_beam if head.config.durations is None else tdt_beam
-    return search(head, encoded, beam, limits, NBEST)[0]
+    return search(head, encoded, beam, limits, NBEST, boost=boost)[0]
 
 
+@pytest.mark.parametrize("boosted", [False, True])
 @pytest.mark.parametrize("beam", [1, BEAM])
 @pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
 def test_a_stream_has_the_list_of_the_whole_recording(
-    streaming_model, tokenizer, noise, head, beam
+    streaming_model, tokenizer, noise, head, beam, boosted, tmp_path
 ) -> None:
     """Of greedy search there is the transcript alone, with the confidences of its words."""
     model, audio = calm(streaming_model(head)), noise(2.3)
     encoded = encoded_by(model, audio)
-    expected = offline(model, encoded, beam)
+    config = LISTED if beam > 1 else DecodingConfig(word_confidence=True)
+    boost = None
+    if boosted:
+        phrases = tmp_path / "phrases.txt"
+        phrases.write_text("one\nseven eight\nthree\n")
+        config = replace(config, boost=phrases)
+        boost = load_boost(config, model, tokenizer)
+    expected = offline(model, encoded, beam, boost)
     assert len(expected) == (NBEST if beam > 1 else 1)
     assert len(expected[0].tokens) > 2
     assert len(expected[0].tokens) < 20 or beam == 1, "no transcript may reach its limit"
     texts = [tokenizer.decode(list(item.tokens)).strip() for item in expected]
-    config = LISTED if beam > 1 else DecodingConfig(word_confidence=True)
     for size in (0, 9000):
         recognizer = OnlineRecognizer(
             model, tokenizer, config, context=CONTEXTS[0], endpoint_seconds=None

@@ -1,9 +1,10 @@
-"""Reads the language model of a decoding configuration."""
+"""Reads the language model and the phrases of a decoding configuration."""
 
 from __future__ import annotations
 
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.lm.boosting import BoostTree, read_phrases
 from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
 from effasr.decoding.lm.words import WordFusion, load_word_ngrams
@@ -22,3 +23,10 @@ def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> To
     if config.lm_unit == "word":
         return WordFusion(load_word_ngrams(config.lm), tokenizer)
     return load_ngrams(config.lm, model.vocab_size, tokenizer.eos_id, tokenizer.pieces())
+
+
+def load_boost(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> BoostTree | None:
+    if config.boost is None:
+        return None
+    phrases = read_phrases(config.boost, tokenizer, config.effective_boost_weight)
+    return BoostTree(phrases, model.vocab_size, next(model.parameters()).device)

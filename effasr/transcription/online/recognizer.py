@@ -16,7 +16,8 @@ from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import CTCBeamStreams, Fusion
 from effasr.decoding.ctc_greedy import CTCStreams
-from effasr.decoding.lm.loading import load_lm
+from effasr.decoding.lm.boosting import BoostTree
+from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import TDTBeamStreams
 from effasr.decoding.transducer_beam import TransducerBeamStreams
@@ -114,7 +115,8 @@ class OnlineRecognizer:
         # Samples that a window reaches beyond the beginning of its hop.
         self._window = features.window // 2 + 1
         lm = load_lm(config, model, tokenizer)
-        fusion = None if lm is None else Fusion(lm, config.effective_lm_weight)
+        boost = load_boost(config, model, tokenizer)
+        fusion = Fusion.of(lm, config.effective_lm_weight, boost)
         with evaluating(model):
             self._encoder = StreamingEncoder(
                 model.encoder,  # type: ignore[arg-type]
@@ -122,7 +124,7 @@ class OnlineRecognizer:
                 streams,
                 self.context,
             )
-            self._search = _stream_search(model, self.method, streams, config, fusion)
+            self._search = _stream_search(model, self.method, streams, config, fusion, boost)
         self._open: list[OnlineStream | None] = [None] * streams
 
     @property
@@ -308,22 +310,27 @@ def _check_options(model: ASRModel, config: DecodingConfig) -> None:
 
 
 def _stream_search(
-    model: ASRModel, method: str, streams: int, config: DecodingConfig, fusion: Fusion | None
+    model: ASRModel,
+    method: str,
+    streams: int,
+    config: DecodingConfig,
+    fusion: Fusion | None,
+    boost: BoostTree | None,
 ) -> CTCStreams | TransducerStreams | BeamStreams:
     beam, nbest = config.beam, config.nbest or 1
     if method == "ctc":
         if beam > 1:
             return CTCBeamStreams(model, streams, beam, nbest, fusion)
-        return CTCStreams(model, streams)
+        return CTCStreams(model, streams, boost)
     assert model.transducer is not None
     if beam == 1:
-        return TransducerStreams(model.transducer, streams, config.max_symbols)
+        return TransducerStreams(model.transducer, streams, config.max_symbols, boost)
     # As many tokens as in recordings: the default is of frames of 80 ms.
     per_frame = DecodingConfig().tokens_per_frame * model.config.features.rows_per_frame / 8
     limit = DecodingConfig(tokens_per_frame=per_frame).max_tokens
     has_durations = model.transducer.config.durations is not None
     search = TDTBeamStreams if has_durations else TransducerBeamStreams
-    return search(model.transducer, streams, beam, nbest, limit)
+    return search(model.transducer, streams, beam, nbest, limit, boost)
 
 
 def transcribe_online(
