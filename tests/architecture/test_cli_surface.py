@@ -28,6 +28,7 @@ DECODING = [
     "--frame-budget N",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]
+BOOST = ["--boost FILE", "--boost-weight W"]
 SECOND_PASS = ["--second-lm LM", "--second-lm-weight W", "--second-word-bonus B"]
 CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME"]
 SURFACE = {
@@ -62,7 +63,7 @@ SURFACE = {
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
         *RUN, *AVERAGED, "--manifest MANIFEST!", *PROMPT, "--normalizer NORMALIZER",
-        "--output FOLDER", "--worst N", *DECODING, "--nbest N",
+        "--output FOLDER", "--worst N", *DECODING, *BOOST, "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],
@@ -76,7 +77,7 @@ SURFACE = {
         "--channel N", "--per-channel", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
-        "--encoding {s16le,f32le}", "--latency S", *DECODING, "--nbest N",
+        "--encoding {s16le,f32le}", "--latency S", *DECODING, *BOOST, "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],

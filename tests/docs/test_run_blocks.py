@@ -129,7 +129,7 @@ def write_demo_corpus(folder: Path) -> None:
 
 
 def write_language_models(folder: Path) -> None:
-    (folder / "phrases.txt").write_text("abc\t2\n")
+    (folder / "phrases.txt").write_text("low\t2\n")
     write_chat_model(folder / "models/LM")
     lines = ["\\data\\", "ngram 1=3", "", "\\1-grams:", "-0.5 <s>", "-0.5 </s>", "-0.5 low"]
     with gzip.open(folder / "words.arpa.gz", "wt") as file:
