@@ -7,6 +7,7 @@ device or a socket is refused without being opened. Links inside archives are ne
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import stat
 import tarfile
@@ -20,11 +21,17 @@ DOCUMENT_BYTES = 64 << 20
 def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
     """Open a regular file for reading; a ValueError for a FIFO, a device, or one of more bytes."""
     _check(path, os.stat(path), most_bytes)
+    file = open_checked(path, most_bytes)
+    return io.BufferedReader(file)
+
+
+def open_checked(path: str | Path, most_bytes: int | None = None) -> io.FileIO:
+    """Open what `os.stat` says is a regular file, unbuffered."""
     # The file may be replaced by a pipe in between; opening that would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(path, os.fstat(descriptor), most_bytes)
-        return os.fdopen(descriptor, "rb")
+        return io.FileIO(descriptor)
     except BaseException:
         os.close(descriptor)
         raise

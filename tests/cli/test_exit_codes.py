@@ -89,9 +89,9 @@ def test_interrupted(effasr, workplace, tmp_path, monkeypatch):
 
     check = prepare.check_content
 
-    def interrupt(cut) -> None:
+    def interrupt(cut, *known) -> None:
         signal.raise_signal(signal.SIGINT)
-        check(cut)
+        check(cut, *known)
 
     monkeypatch.setattr(prepare, "check_content", interrupt)
     ended = effasr("prepare", workplace.folder / "dev.jsonl", tmp_path / "out")

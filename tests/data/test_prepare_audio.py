@@ -217,11 +217,11 @@ def test_an_interrupted_call_goes_on(corpus, tmp_path_factory, monkeypatch, capl
     measured: list[str] = []
     check = module.check_content
 
-    def count(cut) -> None:
+    def count(cut, *known) -> None:
         if len(measured) == 7:
             raise KeyboardInterrupt
         measured.append(cut.id)
-        check(cut)
+        check(cut, *known)
 
     monkeypatch.setattr(module, "check_content", count)
     with pytest.raises(KeyboardInterrupt):
@@ -231,7 +231,9 @@ def test_an_interrupted_call_goes_on(corpus, tmp_path_factory, monkeypatch, capl
     write(corpus / "02.wav", 700, 900, seconds=2.0)
     before, measured[:] = list(measured), []
     monkeypatch.setattr(
-        module, "check_content", lambda cut: (measured.append(cut.id), check(cut))[1]
+        module,
+        "check_content",
+        lambda cut, *known: (measured.append(cut.id), check(cut, *known))[1],
     )
     prepare(corpus, out / "again", jobs=1, channel="loudest")
     assert "goes on after an interruption" in caplog.text
@@ -252,7 +254,7 @@ def test_errors_are_known_after_an_interruption(corpus, tmp_path_factory, monkey
     with pytest.raises(OSError, match="full"):
         prepare(corpus, out / "again")
     monkeypatch.setattr(module, "_write", write_whole)
-    monkeypatch.setattr(module, "check_content", lambda cut: pytest.fail(cut.id))
+    monkeypatch.setattr(module, "check_content", lambda cut, *_: pytest.fail(cut.id))
     prepare(corpus, out / "again")
     for name in ("cuts.jsonl.gz", "dropped.jsonl"):
         assert (out / "again" / name).read_bytes() == (out / "whole" / name).read_bytes()

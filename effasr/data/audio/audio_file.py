@@ -21,7 +21,7 @@ import numpy as np
 import soundfile
 
 from effasr.data.audio.containers import Layout, MpegFrames, View, examine
-from effasr.untrusted.files import open_regular
+from effasr.untrusted.files import open_checked, open_regular
 
 DURATION_TOLERANCE = 0.1
 """Seconds by which a file may miss the length that its manifest states, which may be rounded."""
@@ -114,7 +114,6 @@ class AudioFile:
         self.samplerate: int = first.samplerate
         self.channels: int = first.channels
         self.format: str = first.format
-        self.subtype: str = first.subtype
         self._path, self._parts, self._file, self._layout = path, list(parts), file, layout
         self._starts = [0, *accumulate(part.frames for part in parts)]
         self._size = size
@@ -124,6 +123,11 @@ class AudioFile:
     def frames(self) -> int:
         """Number of samples of a channel."""
         return self._starts[-1]
+
+    @property
+    def subtype(self) -> str:
+        """Name of the encoding in soundfile."""
+        return self._parts[0].subtype
 
     @property
     def tolerance(self) -> float:
@@ -181,12 +185,14 @@ class AudioFile:
             raise AudioError(
                 AudioProblem.DURATION, f"{self._path}: the file was cut short, after {there:.3f} s."
             )
-        if missing > self.tolerance:
+        if missing and missing > self.tolerance:
             raise AudioError(
                 AudioProblem.DURATION,
                 f"{self._path}: the file was cut short: {missing:.3f} s of {there + missing:.3f} s "
                 "are missing.",
             )
+        if not layout.following:
+            return
         known = self._size - layout.following
         # In some containers libsndfile goes on to the end of the file.
         is_read = self.frames * self.channels * _WIDTHS.get(self.subtype, 0) > known
@@ -222,14 +228,14 @@ _MPEG_DECODER_DELAY = 529  # samples that libsndfile leaves out at the beginning
 
 def open_audio(path: str | Path | TarMember, *, thorough: bool = True) -> AudioFile:
     """Open a file whose header can be believed, or was corrected; see `containers.examine`."""
-    file: BinaryIO
+    file: Any
     if isinstance(path, TarMember):
-        size, file = path.size, _bytes_of(path)
+        size, status, file = path.size, None, _bytes_of(path)
     else:
-        size, file = regular_file_size(path), open_regular(path)
+        status = _regular_file(path)
+        size, file = status.st_size, _opened(path)
     parts: list[soundfile.SoundFile] = []
     try:
-        status = os.fstat(file.fileno()) if not isinstance(path, TarMember) else None
         layout = _layout(file, status, thorough=thorough)
         if len(layout.parts) > _MAX_PARTS:
             raise AudioError(
@@ -289,6 +295,21 @@ def _layout(file: BinaryIO, status: os.stat_result | None, *, thorough: bool) ->
 
 def regular_file_size(path: str | Path) -> int:
     """Return the bytes of an existing file that can be read without waiting for a writer."""
+    size = _regular_file(path).st_size
+    if not os.access(path, os.R_OK):
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: Permission denied.")
+    return size
+
+
+def _opened(path: str | Path) -> io.FileIO:
+    try:
+        return open_checked(path)
+    except (OSError, ValueError) as error:  # it has changed meanwhile, or may not be read
+        text = getattr(error, "strerror", None) or one_line(error)
+        raise AudioError(AudioProblem.UNREADABLE, f"{path}: {text}.") from error
+
+
+def _regular_file(path: str | Path) -> os.stat_result:
     try:
         result = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -299,11 +320,9 @@ def regular_file_size(path: str | Path) -> int:
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: not an audio file but a folder.")
     if not stat.S_ISREG(result.st_mode):
         raise AudioError(AudioProblem.UNREADABLE, f"{path}: not a file but a pipe or a device.")
-    if not os.access(path, os.R_OK):
-        raise AudioError(AudioProblem.UNREADABLE, f"{path}: Permission denied.")
     if result.st_size == 0:
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
-    return result.st_size
+    return result
 
 
 def _bytes_of(member: TarMember) -> io.BytesIO:
@@ -345,7 +364,7 @@ def _open(file: Any, path: str | Path | TarMember, layout: Layout) -> soundfile.
 def _check_header(file: soundfile.SoundFile, path: str | Path | TarMember, size: int) -> None:
     if file.frames <= 0 or file.samplerate <= 0:
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
-    if (file.format, file.subtype) == ("RAW", "ULAW"):
+    if file.format == "RAW" and file.subtype == "ULAW":
         # libsndfile takes whatever is named .au or .snd for telephone speech.
         raise AudioError(
             AudioProblem.UNREADABLE, f"{path}: not a readable audio file: it has no header."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effasr.data.audio.audio_file import AudioError, AudioProblem
+from effasr.data.audio.audio_file import AudioError, AudioFile, AudioProblem
 from effasr.data.audio.waveform import AudioSegment, load_audio
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 
@@ -16,28 +16,34 @@ if TYPE_CHECKING:
     from lhotse.cut import Cut
 
 _FRAME, _PARTS = SAMPLE_RATE // 50, 8  # 20 ms
-_STEP = 50 * _FRAME
+_STEP = 25 * _FRAME
 # Speech recorded at 16 bits is unusable below: dither is at -90 dB of full scale.
 _SILENCE_DB = -75.0
+_SILENCE = 10 ** (_SILENCE_DB / 10)
 _LEAST_FRAMES = 4  # a syllable
 # Noise that is the same in both channels stays where speech cancels out.
 _CANCELLED_DB = -15.0
 
 
-def check_content(cut: Cut) -> None:
-    """Decode a cut, and check that it is neither silent nor cancelled by its other channel."""
-    audio = load_audio(cut)
-    part = AudioSegment.of(cut)
+def check_content(
+    cut: Cut, part: AudioSegment | None = None, file: AudioFile | None = None
+) -> None:
+    """Decode a cut, and check that it is neither silent nor cancelled by its other channel.
+
+    ``part`` and ``file`` are its segment and its open file where the caller has them.
+    """
+    part = part or AudioSegment.of(cut)
+    audio = load_audio(part or cut, file=file)
     if part is not None and len(part.channels) > 1:
         _check_channels(cut.id, part, audio)
-    if not audio.any():
-        raise AudioError(AudioProblem.SILENT, f"{cut.id}: every sample is zero.")
     loud = 0
     for begin in range(0, len(audio), _STEP):  # speech is loud in the first of them
-        loud += np.count_nonzero(frame_levels(audio[begin : begin + _STEP]) > _SILENCE_DB)
+        loud += np.count_nonzero(frame_powers(audio[begin : begin + _STEP]) > _SILENCE)
         if loud >= _LEAST_FRAMES:
             break
     else:
+        if not audio.any():
+            raise AudioError(AudioProblem.SILENT, f"{cut.id}: every sample is zero.")
         raise AudioError(
             AudioProblem.SILENT,
             f"{cut.id}: silent: less than {_LEAST_FRAMES * 20} ms are above {_SILENCE_DB:g} dB of "
@@ -45,18 +51,17 @@ def check_content(cut: Cut) -> None:
         )
 
 
-def frame_levels(audio: np.ndarray) -> np.ndarray:
-    """Return the level of each 20 ms in dB of full scale, without constant offset and clicks."""
-    count = len(audio) // _FRAME
-    parts = audio[: count * _FRAME].reshape(count, _PARTS, _FRAME // _PARTS)
+def frame_powers(audio: np.ndarray) -> np.ndarray:
+    """Return the power of each 20 ms, full scale being 1, without constant offset and clicks."""
+    count, size = len(audio) // _FRAME, _FRAME // _PARTS
+    parts = audio[: count * _FRAME].reshape(-1, size)
     # Variances; without its first sample, a part with an offset loses no precision.
-    parts = parts - parts[:, :, :1]
-    squares = np.einsum("fps,fps->fp", parts, parts)
-    powers = squares / parts.shape[2] - (np.einsum("fps->fp", parts) / parts.shape[2]) ** 2
+    parts = parts - parts[:, :1]
+    squares, sums = np.einsum("ps,ps->p", parts, parts), np.einsum("ps->p", parts)
+    powers = (squares / size - (sums / size) ** 2).reshape(count, _PARTS)
     # A click is in one part of a frame; a voice is in all: their median.
-    middle = np.partition(powers, (_PARTS // 2 - 1, _PARTS // 2), axis=1)
-    levels = middle[:, _PARTS // 2 - 1 : _PARTS // 2 + 1].mean(axis=1)
-    return 10 * np.log10(np.maximum(levels, 0.0) + 1e-20)
+    powers.sort(axis=1)
+    return (powers[:, _PARTS // 2 - 1] + powers[:, _PARTS // 2]) / 2
 
 
 def channel_powers(part: AudioSegment) -> list[float]:

@@ -46,6 +46,12 @@ class AudioHeader:
     channels: int
     tolerance: float  # seconds by which the length may differ from that in a manifest
 
+    @classmethod
+    def of(cls, file: AudioFile) -> AudioHeader:
+        """Return the header of an open file, after checking that it is complete."""
+        file.check_complete()
+        return cls(file.samplerate, file.frames, file.channels, file.tolerance)
+
     @property
     def duration(self) -> float:
         """Length in seconds."""
@@ -60,8 +66,7 @@ def samples_in(seconds: float, sample_rate: float = SAMPLE_RATE) -> int:
 def read_header(path: str | Path) -> AudioHeader:
     """Find out how much a WAV, FLAC, Ogg or MP3 file holds, without decoding it."""
     with open_audio(path) as file:
-        file.check_complete()
-        return AudioHeader(file.samplerate, file.frames, file.channels, file.tolerance)
+        return AudioHeader.of(file)
 
 
 def read_audio(
@@ -71,15 +76,16 @@ def read_audio(
     offset: float = 0.0,
     duration: float | None = None,
     channels: Sequence[int] | None = None,
+    file: AudioFile | None = None,
 ) -> np.ndarray:
     """Read a file, or a part of it, as one channel.
 
-    Only the wanted part is decoded.
+    Only the wanted part is decoded. ``file`` is the file where it is open already; it is closed.
 
     Returns:
         float32 (samples,). With a ``duration``, exactly ``samples_in(duration, sample_rate)``.
     """
-    with open_part(path, offset, duration) as file:
+    with file or open_part(path, offset, duration) as file:
         rate = file.samplerate
         begin, requested = place(file, path, offset, duration)
         blocks = list(mono_blocks(file, path, begin, requested, channels))
@@ -136,7 +142,9 @@ class AudioSegment:
         return cls(path, cut.start, cut.duration, tuple(map(existing.index, requested)))
 
 
-def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> np.ndarray:
+def load_audio(
+    source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE, file: AudioFile | None = None
+) -> np.ndarray:
     """Return the waveform of a lhotse cut, or of a part of a file, as one channel.
 
     Files are read with soundfile and soxr; lhotse reads only what has no `AudioSegment`.
@@ -152,6 +160,7 @@ def load_audio(source: Cut | AudioSegment, sample_rate: float = SAMPLE_RATE) -> 
             offset=part.start,
             duration=part.duration,
             channels=part.channels,
+            file=file,
         )
     assert not isinstance(source, AudioSegment)
     _check_channels(source)

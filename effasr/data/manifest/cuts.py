@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +122,28 @@ def with_prompt(cut: Cut, prompt: Prompt) -> Cut:
 def prompt_values(custom: Mapping[str, Any] | None, spoken: str | None) -> dict[str, Any]:
     """Return the language of a supervision and the ``custom`` fields by NeMo's names."""
     return {**(custom or {}), **({"lang": spoken} if spoken else {})}
+
+
+def json_line(cut: Cut) -> bytes:
+    """Return ``cut.to_dict()`` as JSON, without the copies that it makes of each value twice."""
+    if isinstance(cut, DataCut):
+        document = {**_fields(cut), "type": type(cut).__name__}
+    else:
+        document = cut.to_dict()
+    return json.dumps(document, ensure_ascii=False, default=_fields).encode()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of an object of lhotse that are not None."""
+    if getattr(value, "transforms", None):
+        return value.to_dict()
+    fields = ((name, getattr(value, name)) for name in _field_names(type(value)))
+    return {name: field for name, field in fields if field is not None}
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def audio_of(cut: Cut | AudioSegment) -> str:

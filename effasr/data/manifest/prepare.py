@@ -29,7 +29,7 @@ from lhotse.cut.data import DataCut
 from lhotse.utils import fastcopy
 
 from effasr.data.atomic_files import atomic_file, naming_errors, write_atomically
-from effasr.data.audio.audio_file import UnknownFormat
+from effasr.data.audio.audio_file import UnknownFormat, open_audio
 from effasr.data.audio.content import channel_powers, check_content
 from effasr.data.audio.ffmpeg import write_flac
 from effasr.data.audio.waveform import (
@@ -39,7 +39,6 @@ from effasr.data.audio.waveform import (
     AudioSegment,
     TarMember,
     audio_path,
-    read_header,
 )
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.rules import (
@@ -53,7 +52,7 @@ from effasr.data.filters.rules import (
 )
 from effasr.data.locks import writing_alone
 from effasr.data.manifest.clean import Clean
-from effasr.data.manifest.cuts import CUTS_FILE, prompt_of
+from effasr.data.manifest.cuts import CUTS_FILE, json_line, prompt_of
 from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import (
     CutUtterance,
@@ -172,7 +171,7 @@ def prepare(
             else:
                 selected.add(position, outcome)
                 text = hash(text_of(outcome.cut))
-                report.conflicting_texts += texts.setdefault(_span(outcome.cut), text) != text
+                report.conflicting_texts += texts.setdefault(outcome.span, text) != text
                 if fidelity is not None:
                     fidelity.add(text_of(outcome.cut), outcome.target, outcome.tokens)
                 if note is not None:
@@ -188,9 +187,8 @@ def prepare(
         return _write(folder, report, selected, dropped, has_tokens=tokenizer is not None)
 
 
-def _span(cut: Cut) -> int:
+def _span(cut: Cut, part: AudioSegment | None) -> int:
     """Return a number for the part of a recording that a cut is."""
-    part = AudioSegment.of(cut)
     if part is None:
         return hash(cut.id)
     return hash((str(part.path), round(part.start, 3), round(part.duration, 3), part.channels))
@@ -223,6 +221,7 @@ class _Usable:
     duration: float
     size: int
     unknown: int
+    span: int  # number of the part of the recording
 
 
 def _check(
@@ -238,18 +237,21 @@ def _check(
     duration = None
     try:
         cut = audio.cut(name, utterance)
+        part = AudioSegment.of(cut)
         duration = cut.duration
         if clean is not None:
             cut.supervisions[0].text = clean(text_of(cut))
         tokens = check(cut, limits, tokenizer)
         if decode:
-            audio.check(cut)
+            audio.check(cut, part)
     except (AudioError, RejectedUtterance) as error:
         reason = error.problem if isinstance(error, AudioError) else error.reason
         details = f"{error} {_CONVERT}" if isinstance(error, UnknownFormat) else str(error)
         return Dropped(name, reason, details, utterance.audio, duration)
+    finally:
+        audio.release()
     try:
-        line = json.dumps(cut.to_dict(), ensure_ascii=False).encode()
+        line = json_line(cut)
     except UnicodeEncodeError:
         problem = f"{utterance.audio}: the path must be UTF-8, as manifests are: rename the file."
         return Dropped(name, AudioProblem.UNREADABLE, problem, utterance.audio, duration)
@@ -263,6 +265,7 @@ def _check(
         duration,
         len(text_of(cut)) if tokens is None else len(tokens.text),
         0 if tokens is None else tokens.unknown,
+        _span(cut, part),
     )
 
 
@@ -273,21 +276,23 @@ _CONVERT = "`effasr prepare --convert` writes a copy of what ffmpeg reads."
 class _Audio:
     """Measures audio files, and keeps what it measured until all of a source is done.
 
-    OUT/.measured.jsonl has a line for each header and each part that was decoded, by a hash of the
-    file's path, size and time: an interrupted `prepare` goes on where it was.
+    OUT/.measured.jsonl has a line for each header and each part that was decoded, by the file's
+    path, size and time: an interrupted `prepare` goes on where it was.
     """
 
     def __init__(self, folder: Path, channel: Channel | None, convert: bool) -> None:
         self._copies, self._channel, self._converts = folder / "audio", channel, convert
         self._locks: dict[str, threading.Lock] = {}
         self._path = folder / ".measured.jsonl"
-        self._known: dict[str, list[Any]] = {}
+        self._known: dict[tuple[Any, ...], list[Any]] = {}
+        self._records: deque[tuple[tuple[Any, ...], list[Any]]] = deque()
         self._flushed = 0.0
+        self._thread = threading.local()
         if self._path.exists():
             for line in self._path.read_bytes().splitlines():
                 with suppress(ValueError):  # the last line may be half written
                     key, value = json.loads(line)
-                    self._known[key] = value
+                    self._known[tuple(key)] = value
             log.warning(
                 "%s: goes on after an interruption; %d measurements are used.",
                 *(folder, len(self._known)),
@@ -299,6 +304,7 @@ class _Audio:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._write_records()
         is_empty = self._file.tell() <= 1
         self._file.close()
         if kind is None or is_empty:
@@ -314,14 +320,29 @@ class _Audio:
         cut = utterance.cut(name, self._header)
         return cut if self._channel is None else self._with_channel(cut)
 
-    def check(self, cut: Cut) -> None:
+    def check(self, cut: Cut, part: AudioSegment | None) -> None:
         """Decode a cut, and check its content."""
-        part = AudioSegment.of(cut)
-        self._measured(part and part.path, (cut.id, part), lambda: check_content(cut))
+        if part is None:
+            check_content(cut)
+            return
+        path, file = getattr(self._thread, "opened", (None, None))
+        if path != part.path:
+            file = None
+        kind = (cut.id, part.start, part.duration, *part.channels)
+        self._measured(part.path, kind, lambda: check_content(cut, part, file))
+
+    def release(self) -> None:
+        """Close the file that this thread has opened for its header."""
+        _, file = self._thread.__dict__.pop("opened", (None, None))
+        if file is not None:
+            file.close()
 
     def _header(self, path: str) -> AudioHeader:
         def read() -> list[float]:
-            header = read_header(path)
+            self.release()
+            file = open_audio(path)
+            self._thread.opened = path, file
+            header = AudioHeader.of(file)
             return [header.sample_rate, header.num_samples, header.channels, header.tolerance]
 
         rate, samples, channels, tolerance = self._measured(path, ("header",), read)
@@ -334,7 +355,8 @@ class _Audio:
             return cut
         channels = list(cut.channel)
         if self._channel == "loudest":
-            powers = self._measured(part.path, (part,), lambda: channel_powers(part))
+            kind = ("powers", part.start, part.duration, *part.channels)
+            powers = self._measured(part.path, kind, lambda: channel_powers(part))
             channel = channels[int(np.argmax(powers))]
         elif self._channel in channels:
             channel = self._channel
@@ -391,14 +413,14 @@ class _Audio:
         return str(target.absolute())
 
     def _measured(
-        self, path: str | TarMember | None, kind: tuple[object, ...], measure: Callable[[], Any]
+        self, path: str | TarMember, kind: tuple[Any, ...], measure: Callable[[], Any]
     ) -> Any:
         """Return what is known of a file, or measure it; errors are kept as well."""
         try:
-            status = os.stat(path.tar if isinstance(path, TarMember) else path or "")
-        except OSError:  # in memory, or missing
+            status = os.stat(path.tar if isinstance(path, TarMember) else path)
+        except (OSError, ValueError):  # missing
             return measure()
-        key = _hash(path, status.st_size, status.st_mtime_ns, *kind)
+        key = (_MEASURES, str(path), status.st_size, status.st_mtime_ns, *kind)
         if (known := self._known.get(key)) is not None:
             if known[0] is not None:
                 raise AudioError(AudioProblem(known[0]), known[1])
@@ -411,13 +433,22 @@ class _Audio:
             raise
         except AudioError as error:
             problem, record = error, [error.problem, str(error)]
-        self._file.write(json.dumps([key, record]).encode() + b"\n")
+        self._records.append((key, record))
         if (now := time.monotonic()) > self._flushed + 1.0:
             self._flushed = now
-            self._file.flush()
+            self._write_records()
         if problem is not None:
             raise problem
         return value
+
+    def _write_records(self) -> None:
+        """Write what was measured since the last time: a kill loses a second of work."""
+        records = []
+        with suppress(IndexError):  # none is left
+            while True:
+                records.append(self._records.popleft())
+        self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        self._file.flush()
 
 
 def _hash(*values: object) -> str:

@@ -106,7 +106,10 @@ class ManifestRow:
 
     def first(self, names: tuple[str, ...]) -> str:
         """Return the first of these names that the row has a value for, else the first of all."""
-        return next((name for name in names if self.values.get(name) not in (None, "")), names[0])
+        for name in names:
+            if self.values.get(name) not in (None, ""):
+                return name
+        return names[0]
 
     def name(self, names: tuple[str, ...]) -> str | None:
         """Return an id or a name, which may be a whole number."""
