@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from effasr.data.audio.audio_file import DURATION_TOLERANCE, LOSSY_TOLERANCE, AudioError, TarMember
+from effasr.data.audio.audio_file import (
+    DURATION_TOLERANCE,
+    LOSSY_TOLERANCE,
+    AudioError,
+    TarMember,
+    UnknownFormat,
+)
 from effasr.data.audio.waveform import AudioProblem, read_audio, read_header
 
 RATE = 16_000
@@ -21,6 +27,10 @@ LOSSLESS = {
     "aiff": ("AIFF", "PCM_16"), "au": ("AU", "PCM_16"), "sph": ("NIST", "PCM_16"),
     "caf": ("CAF", "PCM_16"), "flac": ("FLAC", "PCM_16"),
 }  # fmt: skip
+STATED = [
+    *("AVR PCM_16", "MAT4 FLOAT", "MAT5 PCM_16", "MPC2K PCM_16", "SDS PCM_24", "SVX PCM_S8"),
+    *("SVX PCM_16", "VOC PCM_16", "VOC ULAW", "WVE ALAW", "NIST ULAW", "NIST ALAW"),
+]
 LOSSY = {"mp3": ("MP3", None), "ogg": ("OGG", "VORBIS"), "opus": ("OGG", "OPUS")}
 
 
@@ -181,6 +191,28 @@ def test_a_file_that_was_cut_short_is_never_taken_for_whole(tmp_path: Path, suff
         # The header of FLAC says how long it is, which decoding shows to be wrong.
         read_audio(path, duration=read_header(path).duration)
     assert caught.value.problem in (AudioProblem.DURATION, AudioProblem.UNREADABLE)
+
+
+@pytest.mark.parametrize("kind", STATED)
+def test_the_length_in_other_headers_is_read(tmp_path: Path, kind: str) -> None:
+    container, subtype = kind.split()
+    path = tmp_path / "a"
+    soundfile.write(path, sound(2.0), RATE, format=container, subtype=subtype)
+    header = read_header(path)
+    assert abs(header.num_samples - 2 * RATE) <= 1
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 6 // 10])
+    with pytest.raises(AudioError, match="the file was cut short: ") as caught:
+        read_header(path)
+    assert caught.value.problem is AudioProblem.DURATION
+
+
+def test_packed_sphere_is_not_measured_by_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.sph"
+    content = encoded("sph", 1.0).replace(b"-s3 pcm", b"-s26 pcm,embedded-shorten-v2.00", 1)
+    path.write_bytes(content[:20_000])
+    with pytest.raises(UnknownFormat):
+        read_header(path)
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,11 @@ class AudioFile:
         rate, layout = self.samplerate, self._layout
         there = self.frames / rate
         missing = layout.missing_s or there * layout.missing / (1 - layout.missing)
+        if self.format in _STATED_IN_LOG:
+            stated = _stated_in_log(self._parts[0]) / rate
+            if self.format == "SDS":  # libsndfile returns what the header says, and logs the other
+                there, stated = stated, there
+            missing = max(0.0, stated - there)
         if math.isinf(missing):
             raise AudioError(
                 AudioProblem.DURATION, f"{self._path}: the file was cut short, after {there:.3f} s."
@@ -221,9 +226,28 @@ _WIDTHS = {
     **dict.fromkeys(("PCM_S8", "PCM_U8", "ALAW", "ULAW"), 1),
     **{"PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8},
 }  # bytes of a sample
+_STATED_IN_LOG = {"AVR", "MAT4", "MAT5", "MPC2K", "SDS", "SVX", "VOC", "WVE"}
+_FRAMES_IN_LOG = re.compile(r"\b(?:Frames|Cols) *: (\d+)")
+_BYTES_IN_LOG = re.compile(r"(?:BODY :|Data length) (\d+) \(?should be (\d+)")
+_VOC_BLOCK_IN_LOG = re.compile(r"Extended II : (\d+)")
 _LOSSY = {"MP3", "OGG", "MPEG"}
 _MAX_PARTS = 64  # each has a decoder of about 170 KB
 _MPEG_DECODER_DELAY = 529  # samples that libsndfile leaves out at the beginning
+
+
+def _stated_in_log(file: soundfile.SoundFile) -> float:
+    """Return the samples that a header promises, in formats that libsndfile alone parses here.
+
+    It takes what there is for the length, but its log has the header. IRCAM, PAF and PVF have no
+    length in theirs.
+    """
+    text = file.extra_info
+    if (block := _VOC_BLOCK_IN_LOG.search(text)) is not None:
+        return (int(block[1]) - 12) / (file.channels * _WIDTHS.get(file.subtype, 1))
+    if (size := _BYTES_IN_LOG.search(text)) is not None:
+        return file.frames * int(size[1]) / max(1, int(size[2]))
+    frames = _FRAMES_IN_LOG.findall(text)
+    return int(frames[-1]) if frames else file.frames
 
 
 def open_audio(path: str | Path | TarMember, *, thorough: bool = True) -> AudioFile:

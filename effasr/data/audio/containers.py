@@ -398,14 +398,16 @@ def _au(data: Bytes) -> Layout:
 def _sphere(data: Bytes) -> Layout:
     """NIST's SPHERE: a header of lines, such as ``sample_count -i 16000``."""
     lines = data.at(0, 1024).split(b"\n")
-    fields = {}
+    fields, is_packed = {}, False
     for line in lines[2:]:
         words = line.split(None, 2)
         if words[:1] == [b"end_head"]:
             break
-        if len(words) == 3 and words[1] == b"-i" and words[2].strip().isdigit():
+        # libsndfile writes the bytes of a sample as text: -s1 1.
+        if len(words) == 3 and words[2].strip().isdigit():
             fields[words[0]] = int(words[2])
-    if not lines[1].strip().isdigit() or b"sample_count" not in fields:
+        is_packed |= words[:1] == [b"sample_coding"] and b"," in line  # pcm,embedded-shorten-v2.00
+    if not lines[1].strip().isdigit() or b"sample_count" not in fields or is_packed:
         return Layout()
     width = fields.get(b"channel_count", 1) * fields.get(b"sample_n_bytes", 2)
     claimed = fields[b"sample_count"] * width
