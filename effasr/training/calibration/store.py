@@ -138,6 +138,7 @@ def describe(
             "averages": training.ema_decay is not None,
             "threads": training.threads,
         },
+        "kernels": configuration.to_mapping(config.kernels),
         "accumulates": config.data.micro_batches > 1,
         "lengths": _statistics(population, config.data.micro_batches),
     }

@@ -25,7 +25,7 @@ from effasr.training.calibration.search import MemoryModel, Search
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.trial import Measurement, Request, TrialFailed, measure
 from effasr.training.calibration.workload import Workload
-from effasr.training.config import LoopConfig, TrainConfig
+from effasr.training.config import KernelsConfig, LoopConfig, TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.loss import LossConfig
 from effasr.training.memory import total_bytes
@@ -88,6 +88,7 @@ CHANGES: dict[str, dict] = {
     "no average": {"training": {"ema_decay": None}},
     "bfloat16 weights": {"training": {"bfloat16_weights": True, "precision": "bfloat16"}},
     "recomputed": {"training": {"activation_checkpointing": True}},
+    "backends": {"kernels": KernelsConfig(attention="reference")},
     "two recomputed": {"training": {"activation_checkpointing": 2}},
     "micro-batches": {"data": {"micro_batches": 2}},
     "target": {"calibration": CalibrationConfig(target_bytes=10**9)},
