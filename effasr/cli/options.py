@@ -106,7 +106,7 @@ def add_prompt(
     parser: argparse.ArgumentParser, text: str = "language of manifest lines that do not name one"
 ) -> None:
     """Add the options that `with_prompt_options` reads, and ``--language``."""
-    add_language(parser, text)
+    add_language(parser, f"{text}, or auto: that which is heard")
     parser.add_argument(
         "--target-language",
         metavar="LANG",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from effasr.data.batch import Batch
 from effasr.data.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
-from effasr_kernels import PackedSequence
+from effasr_kernels import PackedLayout, PackedSequence
 
 
 @torch.no_grad()
@@ -66,6 +67,19 @@ def decode(
     if not config.score_parts:
         return decoded
     return with_parts(model, method, encoded, prompts, decoded, config, lm, eos_id)
+
+
+@torch.no_grad()
+def next_token_scores(model: ASRModel, batch: Batch, start: int, tokens: Sequence[int]) -> Tensor:
+    """Return the decoder's logits of these tokens after one, float32 (utterances, tokens)."""
+    encoded = model.encode(batch)
+    device, count = encoded.values.device, len(batch.ids)
+    layout = PackedLayout.from_lengths(
+        [1] * count, device, num_sequences=encoded.layout.num_sequences
+    )
+    read = torch.full((count,), start, dtype=torch.int64, device=device)
+    hidden, _ = model.decode(PackedSequence(read, layout), encoded)
+    return model.logits(hidden)[:count, list(tokens)].float()
 
 
 def _answers(

@@ -68,7 +68,8 @@ def transcribe_cuts(
         scorable.append((texts[0], Request(cut.id, load, prompt)))
     results = recognizer.results(request for _, request in scorable)
     for (reference, request), result in zip(scorable, results, strict=True):
-        yield reference, request.prompt, result
+        # Its language may be one that was heard.
+        yield reference, getattr(result, "prompt", request.prompt), result
         if on_result is not None:
             on_result(result)
 

@@ -135,7 +135,11 @@ class LabelFolder:
             # Training does not read damaged files either.
             row |= {"audio": source.audio, "problem": f"{source.id}: {result.partial}"}
         else:
-            row["segments"] = list(_segments(source, result, source.prompt or default))
+            row["segments"] = list(
+                _segments(
+                    source, result, result.prompt if result.language else source.prompt or default
+                )
+            )
         with self._journal.open("ab") as file:
             file.write(json_line(row).encode())
         self.done.add(source.id)

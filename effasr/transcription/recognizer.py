@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -14,11 +17,13 @@ from effasr.data.audio.waveform import is_plausible
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
 from effasr.data.conversation.collate import asking, collate_conversations
+from effasr.data.languages import AUTO
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
-from effasr.data.tokenizer import ChatTokenizer, Tokenizer
+from effasr.data.tokenizer import ChatTokenizer, Tokenizer, WhisperTokenizer
 from effasr.decoding.checks import check_config, check_prompt
 from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decode import decode, next_token_scores
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.model.asr import ASRModel
@@ -83,13 +88,75 @@ class Recognizer:
         self._cpu_weights: OneDNNWeights | None = None
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """Return the tokens that the decoder reads first, or the rows of a conversation."""
+        """Return the tokens that the decoder reads first, or the rows of a conversation.
+
+        Those of `AUTO` are for the first of the languages that may be heard.
+        """
+        if prompt.source == AUTO:
+            prompt = prompt.stating(self._possible_languages()[0])
         if (experts := self.model.config.named_experts()) is not None:
             experts.number_of(prompt)
         check_prompt(prompt, self.method, self.config)
         if self.method == "language_model":
             return self._conversation(self.config.instruction)
         return self.tokenizer.prompt(prompt)
+
+    def _possible_languages(self) -> tuple[str, ...]:
+        sources = self.tokenizer.sources
+        if not sources or (len(sources) > 1 and self.method != "attention"):
+            raise ValueError(
+                f"`language` must be named for the method {self.method} of this model, which has "
+                "no prompts to compare, but is auto: name the language that is spoken."
+            )
+        return sources
+
+    def _hear_languages(self, pieces: Sequence[Piece]) -> None:
+        """Find the language of recordings that ask for it, by their first chunks."""
+        first: dict[int, Piece] = {}
+        for piece in pieces:
+            if piece.recording.request.prompt.source == AUTO:
+                first.setdefault(id(piece.recording), piece)
+        waiting = list(first.values())
+        frames = [piece.frames for piece in waiting]
+        for indices in plan_batches(frames, self.config.frame_budget, self.config.max_sequences):
+            chosen = [waiting[index] for index in indices]
+            with evaluating(self.model), self._computing():
+                languages = self._languages_of(chosen)
+            for piece, language in zip(chosen, languages, strict=True):
+                piece.recording.language = language
+                self._request(piece.recording, language)
+
+    def _languages_of(self, pieces: list[Piece]) -> Sequence[str]:
+        possible = self._possible_languages()
+        if len(possible) == 1:
+            return possible * len(pieces)
+        if isinstance(self.tokenizer, WhisperTokenizer):
+            start, tokens = self.tokenizer.language_tokens()
+            scores = next_token_scores(self.model, self._collated(pieces)[0], start, tokens)
+            return [possible[index] for index in scores.argmax(dim=1).tolist()]
+        # The likelihood of what is written in each language.
+        requests = [piece.recording.request for piece in pieces]
+        per_frame = self.config.tokens_per_frame
+        config = DecodingConfig(tokens_per_frame=per_frame, confidence=True)
+        best = [(-math.inf, possible[0])] * len(pieces)
+        for language in possible:
+            for piece in pieces:
+                self._request(piece.recording, language)
+            batch, prompts = self._collated(pieces)
+            texts = decode(self.model, self.tokenizer, batch, prompts, config)
+            for index, text in enumerate(texts):
+                likelihood = -math.inf
+                if text.tokens and text.score is not None:
+                    likelihood = text.score.log_prob / text.score.symbols
+                best[index] = max(best[index], (likelihood, language), key=itemgetter(0))
+            for piece, request in zip(pieces, requests, strict=True):
+                piece.recording.request = request
+        return [language for _, language in best]
+
+    def _request(self, recording: OpenRecording, language: str) -> None:
+        prompt = recording.request.prompt.stating(language)
+        recording.request = replace(recording.request, prompt=prompt)
+        recording.prompt = self.prompt(prompt)
 
     def _conversation(self, instruction: str) -> list[int]:
         """Return the rows of a conversation whose user speaks and gives an instruction."""
@@ -225,6 +292,7 @@ class Recognizer:
         self, decoder: BatchDecoder, pieces: list[Piece], on_audio: Callable[[float], None] | None
     ) -> None:
         """Submit the pieces in batches; the decoder may finish them later."""
+        self._hear_languages(pieces)
         plan = plan_batches(
             [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
         )
@@ -264,10 +332,8 @@ class Recognizer:
     def _take(self, decoder: BatchDecoder, pieces: list[Piece]) -> tuple[float, bool]:
         """Decode pieces; returns their seconds, and whether the memory was sufficient."""
         done = 0.0
-        kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
-        assert self._cpu_weights is not None
         try:
-            with torch.autocast(kind, torch.bfloat16, enabled=half), self._cpu_weights.active():
+            with self._computing():
                 fed = decoder.feed(*self._collated(pieces), pieces) if pieces else decoder.finish()
                 for piece, result in fed:
                     piece.text = self._text(result.tokens)
@@ -284,6 +350,13 @@ class Recognizer:
         except torch.OutOfMemoryError:
             return done, False
         return done, True
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        kind, half = next(self.model.parameters()).device.type, self.config.precision == "bfloat16"
+        assert self._cpu_weights is not None
+        with torch.autocast(kind, torch.bfloat16, enabled=half), self._cpu_weights.active():
+            yield
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens)).strip()

@@ -68,6 +68,7 @@ class OpenRecording:
     vad: str  # name of the voice activity detector
     duration: float = 0.0  # seconds, so far
     prompt: list[int] = field(default_factory=list)  # tokens that the decoder reads first
+    language: str | None = None  # what is spoken, where the request asks for it
     pieces: list[Piece] = field(default_factory=list)  # chunks read so far
     failure: str | None = None  # why there is no transcript; None otherwise
     partial: str | None = None  # why the transcript is not that of the whole recording
@@ -133,6 +134,7 @@ class OpenRecording:
             self.partial,
             vad=self.vad,
             warning=self.warning,
+            language=self.language,
         )
 
 

@@ -191,6 +191,7 @@ class Transcription:
     channels: tuple[int, ...] = ()  # channels that were transcribed each on its own
     warning: str | None = None  # why the text may be wrong
     vad: str = "loudness"  # name of the voice activity detector
+    language: str | None = None  # the language spoken, where it was asked for
 
     def with_segments(self, segments: Sequence[Segment]) -> Self:
         text = self.space.join(segment.text for segment in segments if segment.text)
@@ -214,7 +215,7 @@ class Transcription:
         return any(segment.truncated for segment in self.segments)
 
     def as_row(self) -> dict[str, Any]:
-        row = {
+        row: dict[str, Any] = {
             "id": self.id,
             "duration": round(self.duration, 3),
             "text": self.text,
@@ -228,6 +229,8 @@ class Transcription:
             ]
         if self.warning is not None:
             row["warning"] = self.warning
+        if self.language is not None:
+            row["language"] = self.language
         return row if self.partial is None else row | {"partial": self.partial}
 
     def of_channel(self, channel: int) -> Self:

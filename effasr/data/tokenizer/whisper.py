@@ -95,6 +95,12 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         translates = task == "translate" and source != _TRANSLATION
         return Prompt().stating(source, _TRANSLATION if translates else source)
 
+    def language_tokens(self) -> tuple[int, list[int]]:
+        """Return the token after which a model writes the language it hears, and those of all."""
+        names = [_START, *(f"<|{language}|>" for language in self.sources)]
+        start, *languages = (self._vocabulary[name] for name in names)
+        return start, languages
+
     def generation(self, prompt: Prompt) -> dict[str, Any]:
         """Return the settings of transformers' ``generate`` for these tokens."""
         vocabulary = self._vocabulary
