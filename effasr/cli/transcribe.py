@@ -421,16 +421,12 @@ def _sources(options: argparse.Namespace, default: Prompt, copy: IO[bytes]) -> l
             replace(item, prompt=with_prompt_options(item.prompt or default, options))
             for item in listed
         ]
-    chosen = {
-        "track": options.track or 0,
-        "channel": options.channel,
-        "per_channel": options.per_channel,
-    }
+    sources = [replace(source, track=options.track or 0) for source in sources]
     # A manifest that names a channel goes first.
     return [
-        replace(source, track=chosen["track"])
-        if source.channels is not None or source.cut is not None
-        else replace(source, **chosen)
+        replace(source, channel=options.channel, per_channel=options.per_channel)
+        if source.channels is None and source.cut is None
+        else source
         for source in sources
     ]
 

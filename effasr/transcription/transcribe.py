@@ -143,14 +143,11 @@ def _joined(results: Iterable[Result]) -> Iterator[Result]:
             yield from group
             continue
         parts, name = list(group), name.split("\0", 2)[2]
-        failure = next((part for part in parts if isinstance(part, Failure)), None)
-        if failure is not None:
-            yield Failure(name, failure.reason)
-            continue
         channels = [part for part in parts if isinstance(part, Transcription)]
-        segments = sorted(
-            (segment for part in channels for segment in part.segments), key=lambda s: s.start
-        )
+        failures = [part.reason for part in parts if isinstance(part, Failure)]
+        if failures:
+            yield Failure(name, failures[0])
+            continue
         joined = replace(
             channels[0],
             id=name,
@@ -158,7 +155,8 @@ def _joined(results: Iterable[Result]) -> Iterator[Result]:
             partial=next((part.partial for part in channels if part.partial is not None), None),
             channels=tuple(range(len(channels))),
         )
-        yield joined.with_segments(segments)
+        segments = itertools.chain.from_iterable(part.segments for part in channels)
+        yield joined.with_segments(sorted(segments, key=lambda segment: segment.start))
 
 
 def _request(source: str | Path | Source | Waveform, prompt: Prompt, sample_rate: int) -> Request:
@@ -174,8 +172,6 @@ def _load(source: Source, sample_rate: int) -> np.ndarray | AudioStream:
     if source.problem is not None:
         raise ValueError(source.problem)
     if source.cut is not None:
-        if source.channel is not None:
-            raise ValueError(f"{source.id}: only lhotse reads this audio: leave out `--channel`.")
         return load_audio(source.cut, sample_rate)
     return open_stream(
         source.audio,

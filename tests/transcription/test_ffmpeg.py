@@ -26,7 +26,7 @@ assert not sys.stdin.read()
 path = sys.argv[sys.argv.index("-i") + 1].removeprefix("file:")
 content = open(path, "rb").read()
 if content.startswith(b"slow"):
-    open({log!r} + ".pid", "w").write(str(os.getpid()))
+    open({log!r} + ".pid", "w").write(f"{{os.getpid()}} {{os.getpgrp()}}")
     time.sleep(60)
 if content.startswith(b"playlist"):
     sys.exit("[hls @ 0x55] Format not on whitelist 'aac,mp3'\\nError opening")
@@ -122,8 +122,10 @@ def test_one_that_hangs_is_ended(calls, tmp_path, monkeypatch) -> None:
     with pytest.raises(AudioError, match="ffmpeg gave no audio for 1 s"):
         samples(open_stream(tmp_path / "x.m4a", RATE))
     assert time.monotonic() - started < 30
+    process, group = map(int, (tmp_path / "calls.pid").read_text().split())
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "calls.pid").read_text()), 0)
+        os.kill(process, 0)
+    assert group != os.getpgrp(), "a terminal's Ctrl-C would end ffmpeg, too"
 
 
 def test_without_ffmpeg_it_is_named(tmp_path, monkeypatch) -> None:

@@ -77,8 +77,7 @@ def ffmpeg_blocks(
     ]
     most = SAMPLES_PER_BYTE * size
     longest = most if duration is None else min(most, round(duration * sample_rate))
-    wanted = max(channels, default=0) if channels is not None else 0
-    return _blocks(command, str(path), sample_rate, most, longest, wanted)
+    return _blocks(command, str(path), sample_rate, most, longest, max(channels or (0,)))
 
 
 def ffmpeg_channels(path: str | Path, track: int = 0) -> int:
@@ -88,8 +87,7 @@ def ffmpeg_channels(path: str | Path, track: int = 0) -> int:
     with tempfile.TemporaryFile() as log:
         for _ in _chunks(command, str(path), _BLOCK_S * _BYTES, log):
             pass
-        first = _FIRST.search(os.pread(log.fileno(), _MAX_LOG, 0))
-    return 1 if first is None else int(first[2])
+        return _begin(log, 1)[1]
 
 
 def write_flac(path: str | Path, target: Path, reason: str) -> None:
@@ -120,7 +118,7 @@ def write_flac(path: str | Path, target: Path, reason: str) -> None:
             raise AudioError(AudioProblem.EMPTY, f"{path}: ffmpeg gives no samples.")
         file.seek(0)
         with soundfile.SoundFile(cast("BinaryIO", file)) as audio:
-            before = _silence_before(log, audio.samplerate)
+            before, _ = _begin(log, audio.samplerate)
             stated = None if _GUESSED.search(words) else _DURATION.search(words)
             if stated is not None:
                 hours, minutes, seconds = map(float, stated.groups())
@@ -167,22 +165,12 @@ _TIMELINE = (
 _FIRST = re.compile(rb"ashowinfo.* pts_time:(-?[\d.]+).* channels:(\d+)")
 
 
-def _check_channel(log: IO[bytes], name: str, wanted: int) -> None:
-    # For `pan`, a channel that does not exist is silent.
-    first = _FIRST.search(os.pread(log.fileno(), _MAX_LOG, 0))
-    if first is not None and wanted >= int(first[2]):
-        raise AudioError(
-            AudioProblem.UNREADABLE,
-            f"{name}: channel {wanted} is wanted, but the file has {int(first[2])}.",
-        )
-
-
-def _silence_before(log: IO[bytes], sample_rate: int) -> int:
-    """Return the number of samples before the first one, once that has been read."""
+def _begin(log: IO[bytes], sample_rate: int) -> tuple[int, int]:
+    """Return the samples before the first one, once that has been read, and its channels."""
     # ffmpeg writes at the position of the file, which must not change.
     first = _FIRST.search(os.pread(log.fileno(), _MAX_LOG, 0))
-    seconds = 0.0 if first is None else float(first[1])
-    return round(seconds * sample_rate) if seconds >= _LEAST_HOLE_S else 0
+    seconds, channels = (0.0, 1) if first is None else (float(first[1]), int(first[2]))
+    return round(seconds * sample_rate) if seconds >= _LEAST_HOLE_S else 0, channels
 
 
 def _reading(
@@ -225,9 +213,7 @@ def _blocks(
     with tempfile.TemporaryFile() as log:
         count = 0
         with closing(_chunks(command, name, _BLOCK_S * sample_rate * _BYTES, log)) as chunks:
-            for samples in _samples(chunks, log, sample_rate):
-                if not count:
-                    _check_channel(log, name, channel)
+            for samples in _samples(chunks, log, name, sample_rate, channel):
                 if not np.isfinite(samples).all():
                     raise AudioError(
                         AudioProblem.NOT_FINITE, f"{name}: a sample is NaN or infinite."
@@ -249,12 +235,20 @@ def _blocks(
             raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {problem[1][:200]}")
 
 
-def _samples(chunks: Iterator[bytes], log: IO[bytes], sample_rate: int) -> Iterator[np.ndarray]:
+def _samples(
+    chunks: Iterator[bytes], log: IO[bytes], name: str, sample_rate: int, channel: int
+) -> Iterator[np.ndarray]:
     for number, data in enumerate(chunks):
-        samples = np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
         if not number:
-            yield from (block[:, 0] for block in _silence(_silence_before(log, sample_rate), 1))
-        yield samples
+            before, channels = _begin(log, sample_rate)
+            # For `pan`, a channel that does not exist is silent.
+            if channel >= channels:
+                raise AudioError(
+                    AudioProblem.UNREADABLE,
+                    f"{name}: channel {channel} is wanted, but the file has {channels}.",
+                )
+            yield from (block[:, 0] for block in _silence(before, 1))
+        yield np.frombuffer(data[: len(data) // _BYTES * _BYTES], "<f4")
 
 
 def _silence(samples: int, channels: int) -> Iterator[np.ndarray]:
@@ -265,8 +259,9 @@ def _silence(samples: int, channels: int) -> Iterator[np.ndarray]:
 
 def _chunks(command: list[str], name: str, size: int, log: IO[bytes]) -> Generator[bytes]:
     """Yield what a program writes; it ends with the generator."""
+    # Ctrl-C, which a terminal sends to the whole group, must not end the audio early.
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, process_group=0
     )
     assert process.stdout is not None
     _limit_memory(process.pid)

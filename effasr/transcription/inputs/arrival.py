@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -52,29 +51,23 @@ class Interruption:
             function()
 
 
-@dataclass(frozen=True, slots=True)
-class _End(Generic[T]):
-    error: BaseException | None = None
-
-
 def arriving(blocks: Iterable[T], interruption: Interruption | None = None) -> Iterator[T | None]:
     """Yield the same blocks, read on a thread; None where none has come for a second."""
     # Its `put` may be called by a signal handler, in the midst of another call.
-    queue: SimpleQueue[T | _End[T]] = SimpleQueue()
+    queue: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()  # None: the end
     room = threading.Semaphore(_AHEAD)
 
     def read() -> None:
-        error = None
         try:
             for block in blocks:
                 room.acquire()
-                queue.put(block)
-        except BaseException as problem:
-            error = problem
-        queue.put(_End(error))
+                queue.put((block,))
+        except BaseException as error:
+            queue.put(error)
+        queue.put(None)
 
     if interruption is not None:
-        interruption.call(lambda: queue.put(_End()))
+        interruption.call(lambda: queue.put(None))
         if interruption.requested:
             return
     # A daemon: nothing can end the wait for a recorder that sends nothing.
@@ -87,10 +80,10 @@ def arriving(blocks: Iterable[T], interruption: Interruption | None = None) -> I
             stalled = True
             yield None
             continue
-        if isinstance(item, _End):
-            if item.error is not None:
-                raise item.error
+        if item is None:
             return
+        if isinstance(item, BaseException):
+            raise item
         room.release()
         stalled = False
-        yield item
+        yield item[0]

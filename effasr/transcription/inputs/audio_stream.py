@@ -80,16 +80,12 @@ def open_stream(
 
 def count_channels(path: str, track: int = 0) -> int:
     """Return the number of channels; 1 of a file that cannot be read."""
-    try:
-        if not track:
-            with open_audio(path, thorough=False) as file:
-                return file.channels
+    with suppress(AudioError):
+        with suppress(UnknownFormat):
+            if not track:
+                with open_audio(path, thorough=False) as file:
+                    return file.channels
         return ffmpeg_channels(path, track)
-    except UnknownFormat:
-        with suppress(AudioError):
-            return ffmpeg_channels(path, track)
-    except AudioError:
-        pass
     return 1
 
 
