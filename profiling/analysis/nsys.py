@@ -111,6 +111,12 @@ class _Reader:
         overhead = self._overhead()
         ends = [rows["end"].max() for rows in (launches, work) if len(rows)]
         ranges = self._ranges(int(max(ends)) if ends else None)
+        if _RANGES in self.columns and "step" not in self.names.list:
+            text = (
+                f"no ranges of effasr in {self.path.name}, so neither steps nor phases: record "
+                "with profiling/nsys_train.sh; nvtx 0.2.12 and later lose all before nsys 2024.1"
+            )
+            self.notes.append(Note("warning", text))
         self._note_diagnostics()
         # A file named after a rank may hold its helpers too: the rank is who has the work.
         busiest = int(np.bincount(work["process"]).argmax()) if len(work) else 0

@@ -29,7 +29,17 @@ class Subject:
     notes: list[Note] = field(default_factory=list)
 
     def table(self) -> Table:
-        return merge(read(path) for path in self.captures)
+        tables = {path: read(path) for path in self.captures}
+        kinds: dict[tuple[bool, bool], Path] = {}
+        for path, table in tables.items():
+            kinds.setdefault((path.suffix == ".sqlite", table.has_gpu), path)
+        if len(kinds) > 1:
+            first, second, *_ = kinds.values()
+            raise ValueError(
+                "captures must all be of one profiler, and all with work of a GPU or all without, "
+                f"but `{first}` and `{second}` differ: report each kind by itself."
+            )
+        return merge(tables.values())
 
 
 def gather(paths: list[Path]) -> Subject:

@@ -252,6 +252,32 @@ def test_bad_input_is_one_line_and_exit_code_2(
             report.main([*wrong, "--output", str(output)])
 
 
+def test_captures_of_several_kinds_are_refused(
+    tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_gpu, of_cpu = Export(), Export()
+    for made in (of_gpu, of_cpu):
+        made.range("step", 0, 900, payload=0)
+    of_gpu.kernel(10, 20, 500)
+    paths = [
+        str(made.write(tmp_path / f"{name}.sqlite"))
+        for name, made in (("gpu", of_gpu), ("cpu", of_cpu))
+    ]
+    assert report.main([*paths, "--output", str(output)]) == 2
+    message = capsys.readouterr().err
+    assert "gpu.sqlite` and `" in message
+    assert "report each kind by itself" in message
+    assert not output.exists()
+
+
+def test_an_export_without_our_ranges_says_so(tmp_path: Path, output: Path) -> None:
+    made = Export()
+    made.range("somebody else's", 0, 900)
+    made.kernel(10, 20, 500)
+    assert report.main([str(made.write(tmp_path / "a.sqlite")), "--output", str(output)]) == 0
+    assert "no ranges of effasr in a.sqlite" in (output / "report.json").read_text()
+
+
 def test_only_numpy_is_needed(tmp_path: Path) -> None:
     path = export(tmp_path / "rank0.sqlite")
     code = (
