@@ -84,8 +84,10 @@ def test_channels_in_antiphase_are_named(call, noise, effasr, saved) -> None:
     assert stream.warning is not None
     assert "antiphase" in stream.warning
     assert "`--channel 1`" in stream.warning
-    for file, channels in ((call / "call.wav", None), (path, [0])):
-        stream = open_stream(file, RATE, channels=channels)
+    many = np.stack([noise(1.0, seed) for seed in range(64)], axis=1)
+    soundfile.write(call / "many.wav", many, RATE, subtype="FLOAT")
+    for file, channels in (("call.wav", None), ("many.wav", None), ("x.wav", [0])):
+        stream = open_stream(call / file, RATE, channels=channels)
         assert len(list(stream.blocks))
         assert stream.warning is None
     done = effasr("transcribe", "--run", saved, "--json", path)

@@ -87,7 +87,9 @@ def _is_cancelled(powers: Sequence[float], mean: float) -> bool:
     # Of one channel that is silent the mean is 6 dB lower, of uncorrelated ones 3 dB.
     if not others or others[-1] < 0.1 * loudest or loudest == 0:
         return False
-    return mean < 10 ** (_CANCELLED_DB / 10) * loudest
+    # The mean of many channels that are not correlated is weak, too.
+    uncorrelated = sum(powers) / len(powers) ** 2
+    return mean < min(10 ** (_CANCELLED_DB / 10) * loudest, uncorrelated / 4)
 
 
 class ChannelPowers:
