@@ -90,12 +90,18 @@ class BoostTree:
         """Choose the best symbol (N,) of tokens and, last, the blank, (N, V + 1).
 
         The blank has no bonus, and neither has ``last``, int64 (N,), the symbol before, which may
-        go on without being another token.
+        go on without being another token. They are compared with what tokens gain, not with what
+        these lose, or a phrase that breaks off would delete the token that follows it.
         """
-        bonuses = F.pad(self.rows(states)[:, :-1], (0, 1))
+        logits, bonuses = logits.float(), self.rows(states)[:, :-1]
+        stays = torch.arange(logits.shape[1], device=logits.device) == self.vocab_size
+        stays = stays.expand_as(logits)
         if last is not None:
-            bonuses = bonuses.scatter(1, last[:, None], 0.0)
-        return (logits.float() + bonuses).argmax(-1)
+            stays = stays.scatter(1, last[:, None], True)
+        tokens = logits.masked_fill(stays, -torch.inf)[:, :-1]
+        staying, symbol = logits.masked_fill(~stays, -torch.inf).max(-1)
+        gained = (tokens + bonuses.clamp(min=0)).amax(-1)
+        return torch.where(gained > staying, (tokens + bonuses).argmax(-1), symbol)
 
 
 class _Nodes:
