@@ -2,8 +2,9 @@
 
 Import, export, evaluation and training exchange model directories:
 
-    model.yaml          the configuration of the model, the size of its vocabulary, and its most
-                        frequent training prompt, which is the default of transcription
+    model.yaml          the configuration of the model, the size of its vocabulary, its most
+                        frequent training prompt, which is the default of transcription, and how
+                        long its training utterances are
     model.safetensors   its weights; for a run with LoRA the base weights and the adapters, which
                         are merged on reading
     tokenizer/          its tokenizer
@@ -34,7 +35,7 @@ from effasr import config as configuration
 from effasr.data.checksums import verify
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
-from effasr.model.asr import ASRModel
+from effasr.model.asr import ASRModel, Durations
 from effasr.model.config import ModelConfig
 from effasr.nn.lora import adapters, without_adapters
 from effasr.untrusted.documents import WRONG_VALUES, read_json_object, read_yaml
@@ -61,6 +62,7 @@ class Description:
     model: ModelConfig
     vocab_size: int
     prompt: Prompt = field(default_factory=Prompt)
+    durations: Durations | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def save_model(
             f"`directory` must be new, empty or a model directory, but {directory} is not: "
             "choose another."
         )
-    description = Description(model.config, model.vocab_size, prompt or Prompt())
+    description = Description(model.config, model.vocab_size, prompt or Prompt(), model.durations)
     partial = begin_folder(directory)
     with writing(directory):
         write_model(partial, description, model.state_dict(), tokenizer)
@@ -97,6 +99,7 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
     with _explaining(directory / WEIGHTS) as path:
         weights = without_adapters(safetensors.torch.load_file(path, device=str(device)))
         model = ASRModel.from_state_dict(description.model, description.vocab_size, weights)
+    model.durations = description.durations
     return LoadedModel(model.to(device).eval(), read_tokenizer(directory), description.prompt)
 
 

@@ -18,7 +18,7 @@ from effasr.checkpoint import (
 )
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import train_tokenizer
-from effasr.model.asr import ASRModel
+from effasr.model.asr import ASRModel, Durations
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
@@ -50,11 +50,13 @@ def assert_same_weights(first, second):
 
 
 def test_a_model_directory_gives_back_model_and_tokenizer(tmp_path, model, tokenizer):
+    model.durations = Durations(2.5, 11.0)
     save_model(tmp_path / "model", model, tokenizer)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert names == {"model.safetensors", "model.yaml", "tokenizer"}
     loaded = load_model(tmp_path / "model")
     assert loaded.model.config == CONFIG
+    assert loaded.model.durations == model.durations
     assert not loaded.model.training
     assert_same_weights(loaded.model, model)
     assert loaded.tokenizer.prompt(Prompt()) == tokenizer.prompt(Prompt())

@@ -40,7 +40,7 @@ MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
 # Fields of `DecodingConfig` that some commands have as options, beside its SEARCH and _RECORDINGS.
 NBEST = ("nbest",)
 CONFIDENCE = "word_confidence", "calibration"
-_RECORDINGS = "instruction", "gap_seconds", "vad", "frame_budget"
+_RECORDINGS = "instruction", "gap_seconds", "chunk_seconds", "vad", "no_speech", "frame_budget"
 
 
 def folder(text: str) -> Path:

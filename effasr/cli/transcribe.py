@@ -194,7 +194,7 @@ def _files(
         every, sources = len(sources), writer.missing(sources)
         have = every - len(sources)
         _note(f"skipping {have} of {every} recordings that have an output file")
-    complete, failed, missing = 0, 0, _MissingTimestamps()
+    complete, failed, missing = 0, 0, _Shortcomings()
     # Hide the progress bar while results are written to the same terminal.
     shared = options.output is None and sys.stdout.isatty()
     with Interruption() as interruption, TranscriptionProgress(len(sources)) as progress:
@@ -284,7 +284,7 @@ def _stream(
         segments = transcribe_stream(
             recognizer, blocks, prompt, latency_seconds=latency, interruption=interruption
         )
-    missing, writer = _MissingTimestamps(), StreamWriter(_style(options), "stream", layout)
+    missing, writer = _Shortcomings(), StreamWriter(_style(options), "stream", layout)
     with interruption:
         for segment in segments:
             writer.write(segment)
@@ -330,15 +330,16 @@ def _cue_layout(options: argparse.Namespace) -> CueLayout | None:
     return None
 
 
-class _MissingTimestamps:
-    """Counts segments without word timestamps."""
+class _Shortcomings:
+    """Counts segments without word timestamps, and those whose text was cut."""
 
     def __init__(self) -> None:
-        self._count = self._all = 0
+        self._count = self._all = self._truncated = 0
 
     def add(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
             self._count += segment.words is None or bool(segment.text and not segment.words)
+            self._truncated += segment.truncated
             self._all += 1
 
     def report(self, options: argparse.Namespace) -> None:
@@ -346,6 +347,12 @@ class _MissingTimestamps:
         if self._count and (options.words or as_ctm):
             what = f"{self._count} of {self._all} segments have no word timestamps"
             _note(what + ("; their words divide the time evenly" if as_ctm else ""))
+        if self._truncated:
+            _note(
+                f"{self._truncated} of {self._all} segments were cut at the maximum length of a "
+                "text, so they probably repeat themselves: try --chunk 10, or --beam 4 "
+                "--ctc-weight 0.3 with a CTC head"
+            )
 
 
 def _check(options: argparse.Namespace, decoding: DecodingConfig) -> None:

@@ -67,8 +67,10 @@ class DecodingConfig:
             memory. Encoder frames are twice as many for a FastConformer that subsamples by 4, whose
             frames are 40 ms, and four times as many for Whisper's of 20 ms.
         max_sequences: Utterances of a batch.
-        chunk_seconds: Longer recordings are split at pauses into chunks of at most this length, or
-            of what ``encoder.max_frames`` allows, if that is less.
+        chunk_seconds: Split longer recordings at pauses into chunks of at most so many seconds
+            (default: as long as the longest training utterance, at most 30). Recordings that are
+            longer are then cut at pauses, so that a chunk with pauses is no longer than half of the
+            training utterances. Less where ``encoder.max_frames`` allows less.
         search_seconds: Most seconds by which a cut moves towards a pause.
         gap_seconds: Skip stretches without speech of this many seconds or more (default: 2; 0 for
             none). An attention decoder may hallucinate words there. None to decode all pauses;
@@ -76,6 +78,12 @@ class DecodingConfig:
         vad: Detector of speech: silero (a network; pip install 'effasr[vad]'), loudness, or auto
             (the default) for the first of these that is installed. Loudness takes noise that
             comes and goes for speech. See `effasr.transcription.inputs.vad`.
+        no_speech: Write no text for a segment of which both the share of detected speech and the
+            confidence are less than this, from 0 to 1 (default: write all). Most such segments are
+            short recordings in which silero detects no speech, and those of ``gap_seconds`` 0.
+        fallback: Whether to decode again what the attention decoder has repeated until the limit of
+            ``tokens_per_frame``, or at least 8 times: by CTC where the model has it, else with
+            ``no_repeat_ngram``.
         tokens_per_frame: With ``extra_tokens``, limits the length of a transcript to
             ``tokens_per_frame * frames + extra_tokens``, because the attention decoder may repeat
             itself forever. `effasr.transcription.recognizer.Recognizer` halves it for frames of 40
@@ -129,10 +137,12 @@ class DecodingConfig:
     max_symbols: int = 10
     frame_budget: int = 4096
     max_sequences: int = 256
-    chunk_seconds: float = 30.0
+    chunk_seconds: float | None = field(default=None, metadata={"metavar": "S", "option": "chunk"})
     search_seconds: float = 3.0
     gap_seconds: float | None = field(default=2.0, metadata={"metavar": "S", "option": "gap"})
     vad: Literal["auto", "silero", "loudness"] = field(default="auto", metadata={"metavar": "VAD"})
+    no_speech: float | None = field(default=None, metadata={"metavar": "P"})
+    fallback: bool = True
     tokens_per_frame: float = 2.0
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -154,14 +164,18 @@ class DecodingConfig:
     def __post_init__(self) -> None:
         check_positive(self, *_COUNTS)
         chunk, search = self.chunk_seconds, self.search_seconds
-        check(chunk >= 1.0, "chunk_seconds", "be at least 1", chunk)
-        rule = f"be from 0 to half of `chunk_seconds` = {chunk}"
-        check(0.0 <= search <= chunk / 2, "search_seconds", rule, search)
+        check(0.0 <= search < math.inf, "search_seconds", "be at least 0", search)
+        if chunk is not None:
+            check(chunk >= 1.0, "chunk_seconds", "be at least 1", chunk)
+            rule = f"be from 0 to half of `chunk_seconds` = {chunk}"
+            check(search <= chunk / 2, "search_seconds", rule, search)
         leaves = "0 leaves the scores as they are, 1 favours longer transcripts"
         covers = (
             "0 leaves the ranks as they are, more favours transcripts that leave out less speech"
         )
         self._check_range("gap_seconds", 0.1, "leave it out to decode all audio")
+        if self.no_speech is not None:
+            check(0.0 <= self.no_speech <= 1.0, "no_speech", "be from 0 to 1", self.no_speech)
         self._check_range("length_penalty", 0, leaves)
         self._check_range("coverage_penalty", 0, covers)
         share = "it is the share of CTC in the scores, and the decoder has the rest"
@@ -233,6 +247,10 @@ class DecodingConfig:
             for name in names if getattr(self, reader) is not None else ():
                 rule = f"be false with `{reader}`, which may {replaces} another text"
                 check(getattr(self, name) is False, name, rule, True)
+
+            rule = f"be left out with `{reader}`, which reads no confidence"
+            left_out = getattr(self, reader) is None or self.no_speech is None
+            check(left_out, "no_speech", rule, self.no_speech)
 
     @property
     def effective_length_penalty(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -63,6 +63,14 @@ _RESETTABLE = (
 _ONEDNN_ENTRIES = 64  # of each cache: more than the shapes of one batch, in which layers repeat
 
 
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Of the training utterances: models do not generalise to longer ones, nor to long pauses."""
+
+    typical: float  # seconds, the median
+    longest: float  # seconds
+
+
 class ASRModel(nn.Module):
     """Speech model over packed batches, with up to three outputs.
 
@@ -76,6 +84,7 @@ class ASRModel(nn.Module):
         _limit_onednn_caches()
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
+        self.durations: Durations | None = None  # None where they are unknown
         self.features = LogMel(config.features)
         stream = {"residual_in_fp32": config.residual_in_fp32}
         self.encoder: FastConformerEncoder | WhisperEncoder

@@ -23,6 +23,7 @@ from effasr.data.worker_processes import check_open_files
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context
 from effasr.evaluation.wer import total
+from effasr.model.asr import Durations
 from effasr.nn.lora import merged
 from effasr.nn.parameters import matching
 from effasr.training import build
@@ -171,6 +172,8 @@ class Trainer:
         self.config = config = resolved.config
         vocab_size = resolved.tokenizer.vocab_size
         self.model = build.build_model(config, vocab_size, resolved.saved, context.device)
+        durations = resolved.corpus.durations
+        self.model.durations = None if durations is None else Durations(*durations)
         self.strategy = build.build_strategy(config, context)
         group = self.strategy.group
         self.state = build.build_train_state(config, self.model, group, self.strategy.make_averager)

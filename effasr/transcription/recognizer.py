@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
@@ -51,12 +51,22 @@ from effasr.transcription.recordings import (
     take_finished,
     take_interrupted,
 )
-from effasr.transcription.results import Alternative, Result, WordConfidence, word_confidences
+from effasr.transcription.results import (
+    Alternative,
+    Result,
+    WordConfidence,
+    confidence,
+    word_confidences,
+)
 from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass
 from effasr.transcription.word_timestamps import Word, word_timestamps
 
 _WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length
+
+_CHUNK_SECONDS = 30.0  # longest chunk by default
+
+_FALLBACK_NGRAM = 4
 
 _NO_AUDIO = np.zeros(0, np.float32)
 
@@ -79,6 +89,9 @@ class Recognizer:
         self._detectors = Detectors(config.vad, self.sample_rate)
         self.vad = self._detectors.name
         self.method = check_config(model, self.config)
+        # The confidence decides with `no_speech`, too.
+        judged = self.config.confidence or self.config.no_speech is not None
+        self._search = replace(self.config, confidence=judged)
         self._lm = load_lm(self.config, model, tokenizer)
         self._boost = load_boost(self.config, model, tokenizer)
         self._calibration = load_calibration(self.config.calibration, self.method)
@@ -268,13 +281,20 @@ class Recognizer:
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
         rate, longest, gap = self.sample_rate, self._longest_chunk(), self.config.gap_seconds
         search = min(self.config.search_seconds, longest / 2)
+        trained = self.model.durations if self.config.chunk_seconds is None else None
+        packed = longest if trained is None else min(longest, trained.typical)
         limits = {"chunk_seconds": longest, "search_seconds": search}
         if gap is None:
             return trimmed(cut_at_pauses(blocks, rate, total=total, **limits), rate, detector)
-        return speech_chunks(blocks, rate, detector, gap_seconds=gap, **limits)
+        return speech_chunks(blocks, rate, detector, gap, packed, **limits)
 
     def _longest_chunk(self) -> float:
         longest, most = self.config.chunk_seconds, self.model.config.encoder.max_frames
+        if longest is None:
+            trained = self.model.durations
+            longest = _CHUNK_SECONDS
+            if trained is not None:
+                longest = min(longest, max(1.0, trained.longest))
         if most is not None:
             longest = min(longest, most * self._frame_samples / self.sample_rate)
         return longest
@@ -283,10 +303,10 @@ class Recognizer:
         if self.method == "language_model" and isinstance(self.tokenizer, ChatTokenizer):
             return ConversationBatches(self.model, self.tokenizer, self.config)
         if self.method != "attention" or not self.config.is_plain_greedy:
-            parts = self.model, self.tokenizer, self.config
+            parts = self.model, self.tokenizer, self._search
             return SingleBatches(*parts, self._lm, self._boost)
         most = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate) + 1)
-        return ContinuousBatches(self.model, self.tokenizer, self.config, most)
+        return ContinuousBatches(self.model, self.tokenizer, self._search, most)
 
     def _decode_window(
         self, decoder: BatchDecoder, pieces: list[Piece], on_audio: Callable[[float], None] | None
@@ -335,7 +355,7 @@ class Recognizer:
         try:
             with self._computing():
                 fed = decoder.feed(*self._collated(pieces), pieces) if pieces else decoder.finish()
-                for piece, result in fed:
+                for piece, result in self._decoded_again(fed):
                     piece.text = self._text(result.tokens)
                     piece.truncated, piece.score = result.truncated, result.score
                     piece.alternatives = tuple(
@@ -346,6 +366,7 @@ class Recognizer:
                     )
                     piece.words = self._words(piece, result)
                     piece.word_confidences = self._word_confidences(piece, result)
+                    self._judge(piece)
                     done += self._done(piece)
         except torch.OutOfMemoryError:
             return done, False
@@ -357,6 +378,46 @@ class Recognizer:
         assert self._cpu_weights is not None
         with torch.autocast(kind, torch.bfloat16, enabled=half), self._cpu_weights.active():
             yield
+
+    def _decoded_again(
+        self, results: Iterable[tuple[Piece, Decoded]]
+    ) -> Iterator[tuple[Piece, Decoded]]:
+        """Yield results; of what the attention decoder has repeated, those of another search."""
+        for piece, result in results:
+            repeated = result.truncated or repeats(result.tokens)
+            config = self._fallback(piece) if repeated else None
+            if config is not None:
+                batch, prompts = self._collated([piece])
+                readers = self._lm, self._boost
+                # Nobody would decode the piece again: its batch is done.
+                with suppress(torch.OutOfMemoryError):
+                    (result,) = decode(self.model, self.tokenizer, batch, prompts, config, *readers)
+            yield piece, result
+
+    def _fallback(self, piece: Piece) -> DecodingConfig | None:
+        config = self._search
+        if self.method != "attention" or not config.fallback:
+            return None
+        if self.model.config.ctc and piece.recording.request.prompt.monotonic:
+            return DecodingConfig(
+                method="ctc",
+                nbest=None if config.nbest is None else 1,
+                words=config.words,
+                confidence=config.confidence,
+                word_confidence=config.word_confidence,
+            )
+        if config.no_repeat_ngram is None:
+            return replace(config, no_repeat_ngram=_FALLBACK_NGRAM)
+        return None
+
+    def _judge(self, piece: Piece) -> None:
+        """Drop the text of what is probably no speech, and the score if it was not requested."""
+        least, sure = self.config.no_speech, confidence([piece.score])
+        if least is not None and piece.chunk.speech < least and (sure or 0.0) < least:
+            piece.text, piece.truncated, piece.alternatives = "", False, ()
+            piece.words = piece.word_confidences = ()
+        if not self.config.confidence:
+            piece.score = None
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens)).strip()
@@ -431,6 +492,17 @@ class Recognizer:
             framing=self._features.framing,
         )
         return batch.to(device), prompts
+
+
+def repeats(tokens: Sequence[int], times: int = 8, longest: int = 8) -> bool:
+    """Return whether a sequence of at most ``longest`` tokens comes so many times in a row."""
+    for length in range(1, longest + 1):
+        run = 0
+        for now, before in zip(tokens[length:], tokens, strict=False):
+            run = run + 1 if now == before else 0
+            if run >= length * (times - 1):
+                return True
+    return False
 
 
 def _check(audio: np.ndarray) -> None:

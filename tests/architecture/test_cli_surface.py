@@ -24,7 +24,9 @@ DECODING = [
     "--lm-weight W",
     "--instruction TEXT",
     "--gap S",
+    "--chunk S",
     "--vad {auto,silero,loudness}",
+    "--no-speech P",
     "--frame-budget N",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]

@@ -47,6 +47,8 @@ LISTED = {"beam": 2, "nbest": 2}
         ({"boost": LM, "boost_weight": 0.0}, "`boost_weight` must be above 0, but is 0.0"),
         (LISTED | {"boost": LM, "score_parts": True}, "`boost` must be left out with `score_p"),
         ({"gap_seconds": 0.01}, "`gap_seconds` must be at least 0.1, but is 0.01"),
+        ({"no_speech": 1.5}, "`no_speech` must be from 0 to 1, but is 1.5"),
+        (LISTED | {"second_lm": LM, "no_speech": 0.5}, "`no_speech` must be left out with `sec"),
         ({"calibration": LM}, "`calibration` must be left out without `word_confidence`"),
         ({"second_lm": LM}, "`nbest` must be at least 2 with `second_lm`"),
         ({"second_lm_weight": 0.5}, "`second_lm_weight` must be left out"),

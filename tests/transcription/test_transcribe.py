@@ -15,7 +15,7 @@ from effasr.model.asr import ASRModel
 from effasr.nn.cache.contiguous import GROUP
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.feed_forward import FeedForward
-from effasr.transcription.recognizer import Recognizer, Request
+from effasr.transcription.recognizer import Recognizer, Request, repeats
 from effasr.transcription.results import Failure, Transcription
 from effasr.transcription.transcribe import Waveform, render, transcribe
 
@@ -209,9 +209,10 @@ def small_memory(monkeypatch):
 def test_a_batch_too_big_for_the_memory_is_halved_and_a_chunk_reported(
     method, model, tokenizer, waveforms, small_memory
 ) -> None:
-    expected = _texts(model, tokenizer, waveforms, method=method)
+    options = {"method": method, "fallback": False}
+    expected = _texts(model, tokenizer, waveforms, **options)
     batches = small_memory(2)
-    assert _texts(model, tokenizer, waveforms, method=method) == expected
+    assert _texts(model, tokenizer, waveforms, **options) == expected
     assert batches == [2, 2, 2, 2]
     small_memory(0)
     config = DecodingConfig(method=method)
@@ -278,7 +279,8 @@ def test_the_mode_of_each_module_is_left_as_it_was(model, tokenizer, waveforms) 
     try:
         for _ in transcribe(model, tokenizer, waveforms[:2]):
             assert [module.training for module in model.modules()] == before
-        assert seen == [False]
+        assert seen
+        assert not any(seen)
     finally:
         hook.remove()
         model.eval()
@@ -328,3 +330,62 @@ def test_lines_of_text_and_of_json(model, tokenizer, waveforms) -> None:
     failure = Failure("x.wav", "there is no such file.")
     assert render(failure, "text") == "x.wav\tfailed: there is no such file.\n"
     assert json.loads(render(failure, "jsonl")) == {"id": "x.wav", "error": failure.reason}
+
+
+def test_what_repeats_itself_is_decoded_again(model, tokenizer, waveforms) -> None:
+    plain = list(transcribe(model, tokenizer, waveforms, config=DecodingConfig(fallback=False)))
+    cut = [result.truncated or repeats(_tokens(result, tokenizer)) for result in plain]
+    assert True in cut
+    assert False in cut
+    by_ctc = _texts(model, tokenizer, waveforms, method="ctc")
+    results = list(transcribe(model, tokenizer, waveforms))
+    assert not any(result.truncated for result in results)
+    for index, is_cut in enumerate(cut):
+        expected = by_ctc[index] if is_cut else plain[index].text
+        assert results[index].text == expected
+    # CTC does not translate.
+    prompt = Prompt("en", "de", "translate")
+    translated = _texts_of(model, tokenizer, waveforms, prompt, DecodingConfig())
+    unique = DecodingConfig(no_repeat_ngram=4)
+    assert set(translated) & set(_texts_of(model, tokenizer, waveforms, prompt, unique))
+    assert translated != _texts_of(
+        model, tokenizer, waveforms, prompt, DecodingConfig(fallback=False)
+    )
+
+
+def _texts_of(model, tokenizer, waveforms, prompt, config) -> list[str]:
+    return [
+        result.text
+        for result in transcribe(model, tokenizer, waveforms, prompt=prompt, config=config)
+    ]
+
+
+def _tokens(result, tokenizer) -> list[int]:
+    return tokenizer.encode(result.text, "en")
+
+
+def test_repeated_sequences() -> None:
+    assert repeats([1] * 8)
+    assert repeats([5, *[1, 2, 3] * 8])
+    assert not repeats([1] * 7)
+    assert not repeats([1, 2, 3] * 7)
+    assert not repeats(list(range(100)))
+    assert not repeats([])
+
+
+def test_unlikely_text_of_no_speech_is_left_out(model, tokenizer, noise) -> None:
+    """With silero, a short recording without detected speech; with --gap 0, a silent chunk."""
+    sources = [
+        Waveform("silent", np.zeros(3 * RATE, np.float32), RATE),
+        Waveform("spoken", noise(3.0), RATE),
+    ]
+    options = {"gap_seconds": None, "method": "ctc", "confidence": True}
+    written = list(transcribe(model, tokenizer, sources, config=DecodingConfig(**options)))
+    assert written[0].text
+    sure = written[0].segments[0].confidence
+    for threshold, is_written in ((sure * 0.9, True), (min(1.0, sure * 1.1), False)):
+        config = DecodingConfig(no_speech=threshold, gap_seconds=None, method="ctc")
+        silent, spoken = transcribe(model, tokenizer, sources, config=config)
+        assert bool(silent.text) == is_written
+        assert silent.segments[0].score is None
+        assert spoken.text == written[1].text

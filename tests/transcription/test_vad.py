@@ -9,6 +9,7 @@ import pytest
 import soxr
 
 from effasr.decoding.config import DecodingConfig
+from effasr.model.asr import Durations
 from effasr.transcription.inputs import vad
 from effasr.transcription.inputs.chunking import speech_chunks
 from effasr.transcription.inputs.vad import Detectors, LoudnessDetector, is_speech, loudness
@@ -146,6 +147,26 @@ def test_chunks_end_at_pauses_and_have_as_much_speech_as_fits(pause) -> None:
     assert np.array(chunks) == pytest.approx(np.array(expected), abs=0.15)
 
 
+def test_chunks_are_as_long_as_training_utterances(model, tokenizer, monkeypatch) -> None:
+    silence = np.zeros(RATE // 2, np.float32)
+    sounds = [voice(seconds, 1) for seconds in (1.0, 1.0, 1.0, 4.0, 1.0)]
+    audio = np.concatenate([part for sound in sounds for part in (sound, silence)])
+
+    def lengths(**options: float) -> list[float]:
+        config = DecodingConfig(method="ctc", **options)
+        (result,) = transcribe(model, tokenizer, [Waveform("x", audio, RATE)], config=config)
+        assert isinstance(result, Transcription)
+        return [segment.end - segment.start for segment in result.segments]
+
+    assert lengths() == pytest.approx([10.0], abs=0.2)
+    monkeypatch.setattr(model, "durations", Durations(typical=3.0, longest=5.0))
+    # Two fit into half of the utterances, and the long one is not cut.
+    assert lengths() == pytest.approx([2.6, 1.1, 4.1, 1.1], abs=0.25)
+    assert lengths(chunk_seconds=8.0) == pytest.approx([4.1, 5.7], abs=0.25)
+    monkeypatch.setattr(model, "durations", Durations(typical=3.0, longest=3.0))
+    assert max(lengths()) <= 3.0
+
+
 def test_speech_without_pauses_is_cut_into_equal_parts() -> None:
     audio = voice(40.0, 3)
     for pieces in ([audio], np.array_split(audio, 97)):
@@ -246,3 +267,15 @@ def test_silence_gives_no_segment_and_no_text(model, tokenizer, noise) -> None:
     assert isinstance(received, Transcription)
     assert received.segments[0].end == 20.0
     assert received.text
+
+
+def test_a_short_recording_without_detected_speech_is_decoded_if_it_is_audible(silero) -> None:
+    detect = Detectors("silero", RATE).take()
+    hum = SOUNDS["hum"][: int(1.5 * RATE)].astype(np.float32)
+    chunks = [
+        chunk
+        for chunk, _ in speech_chunks([hum], RATE, detect, chunk_seconds=1.0, search_seconds=0.2)
+    ]
+    assert [chunk.speech for chunk in chunks] == [0.0, 0.0]
+    assert max(chunk.end - chunk.start for chunk in chunks) <= RATE
+    assert not list(speech_chunks([np.zeros(RATE, np.float32)], RATE, detect))

@@ -44,6 +44,11 @@ class BaseCorpus:
         """What shares are measured by, int32 (n,)."""
         raise NotImplementedError
 
+    @property
+    def durations(self) -> tuple[float, float] | None:
+        """Seconds of the median and of the longest utterance; None without audio."""
+        return None
+
     def populations(self, seed: int) -> Population | None:
         """Return the function that draws an epoch's members; None if an epoch has each once."""
         if self.mixture is None:

@@ -154,6 +154,13 @@ class Corpus(BaseCorpus):
     def amounts(self) -> np.ndarray:
         return self.samples
 
+    @property
+    def durations(self) -> tuple[float, float] | None:
+        if not len(self.samples):
+            return None
+        half, most = np.quantile(self.samples, (0.5, 1.0)) / SAMPLE_RATE
+        return round(float(half), 3), round(float(most), 3)
+
     def collate(
         self, examples: Sequence[Example], shape: StaticShape | None, *, padded: bool = False
     ) -> Batch:

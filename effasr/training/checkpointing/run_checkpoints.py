@@ -236,7 +236,7 @@ class RunCheckpoints:
             torch.save(dict(state), serialized)
             weights = self.stage({f"model/{k}": v for k, v in model.state_dict().items()})
         content = _Content(
-            Description(model.config, model.vocab_size, prompt or Prompt()),
+            Description(model.config, model.vocab_size, prompt or Prompt(), model.durations),
             {name.removeprefix("model/"): value for name, value in weights.items()},
             tokenizer,
             serialized.getvalue(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ _WINDOW_HOPS = 20
 
 # Least pause at which speech is cut that is longer than a chunk: 0.3 s, of which detectors, which
 # average over 50 ms, may take the ends for speech.
-_PAUSE_SECONDS = 0.25
+_PAUSE_SECONDS = 0.2
 _MARGIN_SECONDS = 0.1  # background that stays before and after speech
 # Speech is detected in windows of this length, whole numbers of what Silero decides at once; the
 # last one may be longer by a half, so that none is short.
@@ -114,23 +114,26 @@ def speech_chunks(
     blocks: Iterable[np.ndarray],
     sample_rate: int,
     detect: Detector,
+    gap_seconds: float = 2.0,
+    packed_seconds: float = math.inf,
     *,
     chunk_seconds: float = 30.0,
     search_seconds: float = 3.0,
-    gap_seconds: float = 2.0,
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
     """Split a recording, while it is being read, into chunks of speech with a margin around it.
 
-    A chunk has as many stretches of speech as fit; pauses of at least ``gap_seconds`` are in none,
-    and none is cut at pauses under 0.3 s, except where speech is longer than a chunk: there, as
-    `cut_at_pauses` does. A recording shorter than a gap, in which a network detects no speech, is a
-    chunk unless it is silent.
+    A chunk has as many stretches of speech as fit into ``packed_seconds``, or a longer one, up
+    to ``chunk_seconds``. Pauses of at least ``gap_seconds`` are in none, and none is cut at pauses
+    under 0.3 s, except where speech is longer than a chunk: there, as `cut_at_pauses` does. A
+    recording shorter than a gap, in which a network detects no speech, is decoded unless it
+    is silent. One whose speech is as short as a chunk may be is cut only at gaps.
     """
     _check(chunk_seconds, search_seconds)
     hop, ahead = hop_samples(sample_rate), _Ahead(blocks)
     window = round(_DETECTION_SECONDS / HOP_SECONDS) * hop
     gap = round(gap_seconds / HOP_SECONDS)
-    held = _Held(sample_rate, chunk_seconds, search_seconds, gap)
+    packed = min(packed_seconds, chunk_seconds)
+    held = _Held(sample_rate, packed, chunk_seconds, search_seconds, gap)
     ended, is_first = False, True
     while not ended:
         ended = ahead.fill(window * 3 // 2) and len(ahead.samples) <= window * 3 // 2
@@ -139,10 +142,14 @@ def speech_chunks(
             return
         speech = detect(samples)
         if is_first and ended and len(speech) < gap and not speech.any():
-            if is_speech(loudness(samples, sample_rate)).any():
-                yield Chunk(0, len(samples), 0.0), samples
+            audible = is_speech(loudness(samples, sample_rate)).any()
+            limits = {"chunk_seconds": chunk_seconds, "search_seconds": search_seconds}
+            parts = cut_at_pauses([samples], sample_rate, total=len(samples), **limits)
+            yield from ((replace(chunk, speech=0.0), part) for chunk, part in parts if audible)
             return
         held.add(samples, speech)
+        if is_first and ended:
+            held.keep_whole()
         yield from held.chunks(ended)
         is_first = False
 
@@ -151,10 +158,16 @@ class _Held:
     """Audio with detected speech that is not yet in a chunk."""
 
     def __init__(
-        self, sample_rate: int, chunk_seconds: float, search_seconds: float, gap: int
+        self,
+        sample_rate: int,
+        packed_seconds: float,
+        chunk_seconds: float,
+        search_seconds: float,
+        gap: int,
     ) -> None:
         self._rate, self._hop = sample_rate, hop_samples(sample_rate)
         self._longest = int(chunk_seconds / HOP_SECONDS + 1e-6)
+        self._packed = int(packed_seconds / HOP_SECONDS + 1e-6)
         self._search = int(search_seconds * sample_rate)
         self._gap = gap
         self._pause = min(gap, round(_PAUSE_SECONDS / HOP_SECONDS))
@@ -165,6 +178,12 @@ class _Held:
     def add(self, samples: np.ndarray, speech: np.ndarray) -> None:
         self._samples = np.concatenate([self._samples, samples])
         self._speech = np.concatenate([self._speech, speech])
+
+    def keep_whole(self) -> None:
+        """Cut only at gaps what is as short as a chunk may be."""
+        places = np.flatnonzero(self._speech)
+        if len(places) and places[-1] - places[0] + 1 + 2 * self._margin <= self._longest:
+            self._packed = self._longest
 
     def chunks(self, ended: bool) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Yield the chunks whose end is known; all of them if the recording has ended."""
@@ -193,7 +212,8 @@ class _Held:
             return None
         fitting = stops[stops <= self._longest]
         if len(fitting):
-            return int(fitting[-1])
+            packed = fitting[fitting <= self._packed]
+            return int(packed[-1] if len(packed) else fitting[0])
         # Speech without a pause: cut into equal parts, if its end is in sight.
         if not len(stops) and count < 2 * self._longest:
             return None
