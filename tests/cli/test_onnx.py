@@ -137,6 +137,35 @@ def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings
         check_onnx(loaded.model, out)
 
 
+def test_the_graphs_can_be_quantized(effasr, model, untrained, recordings, tmp_path):
+    """By onnxruntime, to int8: a table that embeddings and outputs share stays two of them."""
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    assert untrained.decoder.untied_weight is None
+    save_file(untrained.state_dict(), model / "model.safetensors")
+    exact, small = tmp_path / "onnx", tmp_path / "int8"
+    assert effasr("export", model, exact, "--format", "onnx").code == 0
+    small.mkdir()
+    (small / "onnx.json").write_bytes((exact / "onnx.json").read_bytes())
+    for name in ("encoder.onnx", "decoder_step.onnx"):
+        quantization.quantize_dynamic(exact / name, small / name)
+    step, quantized = Graphs(exact), Graphs(small)
+    features = features_of(untrained, recordings[0])
+    encoded = step.encode(features, np.array([features.shape[1]]))
+    sizes = step.says["decoder_step"]
+    past = np.zeros((sizes["layers"], 1, sizes["heads"], 0, sizes["head_dim"]), np.float32)
+    inputs = {
+        "tokens": np.array([step.says["prompt"][0]]),
+        "positions": np.array([0]),
+        "past_keys": past,
+        "past_values": past,
+        **{k: encoded[k] for k in ("cross_keys", "cross_values", "encoded_lengths")},
+    }
+    expected, actual = (graphs.step.run(None, inputs)[0] for graphs in (step, quantized))
+    sizes = [(folder / "decoder_step.onnx").stat().st_size for folder in (small, exact)]
+    assert sizes[0] < sizes[1]
+    assert np.abs(actual - expected).max() < 0.1 * np.abs(expected).max()
+
+
 def test_a_package_that_is_not_there(untrained, tmp_path, monkeypatch):
     result = importlib.util.find_spec
     hidden = lambda name: None if name == "onnxscript" else result(name)

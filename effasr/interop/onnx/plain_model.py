@@ -89,6 +89,10 @@ class PaddedDecoderStep(nn.Module):
     def __init__(self, model: ASRModel):
         super().__init__()
         self.decoder = cast(Decoder, model.decoder)
+        # Not the table of embeddings, even where the model shares it: onnxruntime's
+        # quantize_dynamic turns the weight of a product, and with it what else reads it.
+        weight = self.decoder.output_weight.detach().t().contiguous().clone()
+        self.output_weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(
         self,
@@ -120,7 +124,10 @@ class PaddedDecoderStep(nn.Module):
             y = _attend(q, cross_keys[number], cross_values[number], mask)
             x = x + _joined(attention, y)
             x = x + layer.mlp(layer.final_layernorm(x))
-        return decoder.logits(decoder.norm(x[:, 0])), torch.stack(keys), torch.stack(values)
+        logits = torch.matmul(decoder.norm(x[:, 0]), self.output_weight)
+        if decoder.output_bias is not None:
+            logits = logits + decoder.output_bias
+        return logits, torch.stack(keys), torch.stack(values)
 
 
 def _fastconformer(
