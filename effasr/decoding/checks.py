@@ -69,6 +69,7 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
         check(not config.confidence, "confidence", rule, True, remedy)
         remedy = f"words have confidences with {heads}"
         check(not config.word_confidence, "word_confidence", rule, True, remedy)
+        check(not config.words, "words", rule, True, f"words have times with {heads}")
     if config.lm is not None:
         remedy = "only the attention decoder and CTC can be joined with a language model"
         check(method not in ("transducer", "language_model"), "lm", rule, config.lm, remedy)
@@ -77,10 +78,6 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
     remedy = "only heads that read speech can be joined with phrases: name them in `instruction`"
     rule = "be left out for the method language_model"
     check(not answers or config.boost is None, "boost", rule, config.boost, remedy)
-    if config.words and not model.config.ctc:
-        raise ValueError(
-            "`words` must be false for a model without CTC head, which alone knows their times."
-        )
     return method
 
 

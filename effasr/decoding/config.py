@@ -109,8 +109,8 @@ class DecodingConfig:
         corrector_source: Source whose experts the corrector uses, where it has experts for each
             `source` of its training data (default: the only one). It is the one most like this
             search.
-        words: Find when each word is said; needs a CTC head, except in a stream that is decoded
-            frame by frame. None to do so only where it is possible, as subtitles do.
+        words: Find when each word is said. None to do so only where it is possible, as subtitles
+            do: not in translations, nor in answers of a language model.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
         word_confidence: Also compute the confidence of each word, from the entropy of the model's

@@ -13,6 +13,7 @@ from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.checks import check_config, limit_of
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import attention_greedy
+from effasr.decoding.ctc_alignment import Span
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.decoded import Decoded, with_details, with_parts
@@ -21,7 +22,7 @@ from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import transducer_beam
-from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.decoding.transducer_greedy import emitted_labels
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedLayout, PackedSequence
 
@@ -115,13 +116,19 @@ def _aligned(
     boost: BoostTree | None,
 ) -> list[Decoded]:
     head = model.transducer
-    if config.beam == 1:
-        if method == "ctc":
-            texts = ctc_greedy(model, encoded, model.vocab_size, boost)
-        else:
-            assert head is not None  # checked by choose_method
-            texts = transducer_greedy(head, encoded, config.max_symbols, boost)
+    if config.beam == 1 and method == "ctc":
+        texts = ctc_greedy(model, encoded, model.vocab_size, boost)
         return [Decoded(tuple(tokens)) for tokens in texts]
+    if config.beam == 1:
+        assert head is not None  # checked by choose_method
+        emitted = emitted_labels(head, encoded, config.max_symbols, boost)
+        return [
+            Decoded(
+                tuple(token for token, _ in labels),
+                spans=_emissions([frame for _, frame in labels]) if config.wants_words else None,
+            )
+            for labels in emitted
+        ]
     nbest = config.nbest or 1
     if method == "ctc":
         weight = config.effective_lm_weight
@@ -130,15 +137,24 @@ def _aligned(
         assert head is not None  # checked by choose_method
         limits = [config.max_tokens(frames) for frames in encoded.layout.lengths]
         search = transducer_beam if head.config.durations is None else tdt_beam
-        lists = search(head, encoded, config.beam, limits, nbest, boost=boost)
+        lists = search(
+            head, encoded, config.beam, limits, nbest, with_frames=config.wants_words, boost=boost
+        )
+    has_frames = method == "transducer" and config.wants_words
     return [
         Decoded(
             # A duration may lead past the end on every path.
             hypotheses[0].tokens if hypotheses else (),
+            spans=_emissions(hypotheses[0].frames if hypotheses else ()) if has_frames else None,
             alternatives=() if config.nbest is None else tuple(hypotheses),
         )
         for hypotheses in lists
     ]
+
+
+def _emissions(frames: Sequence[int]) -> tuple[Span, ...]:
+    """Return the spans of labels of a transducer, which emits each at a single frame."""
+    return tuple((frame, frame + 1) for frame in frames)
 
 
 def _attention(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from effasr.data.batch import IGNORED
 from effasr.data.features.segments import segment_sum
+from effasr.decoding.attention_alignment import align_by_attention
 from effasr.decoding.confidence.tokens import token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_alignment import Span, align_tokens
@@ -64,11 +65,18 @@ def with_details(
         confidences = token_confidences(model, method, encoded, prompts, texts)
         pairs = zip(results, confidences, strict=True)
         results = [replace(result, confidences=values) for result, values in pairs]
-    if not config.wants_words or not model.config.ctc:
+    if not config.wants_words:
         return results
+    if model.config.ctc:
+        aligned = align_tokens(model, encoded, texts)
+    elif method == "transducer":
+        return results
+    else:
+        aligned = align_by_attention(model, encoded, prompts, texts)
+    # Without a CTC path, those of a transducer's search stay.
     return [
-        replace(result, spans=None if spans is None else tuple(spans))
-        for result, spans in zip(results, align_tokens(model, encoded, texts), strict=True)
+        result if spans is None else replace(result, spans=tuple(spans))
+        for result, spans in zip(results, aligned, strict=True)
     ]
 
 

@@ -18,11 +18,19 @@ def transducer_greedy(
     head: Transducer, encoded: PackedSequence, max_symbols: int, boost: BoostTree | None = None
 ) -> list[list[int]]:
     """Decode sequences of encoder output, independently of each other; see `GreedyTransducer`."""
+    emitted = emitted_labels(head, encoded, max_symbols, boost)
+    return [[token for token, _ in tokens] for tokens in emitted]
+
+
+@torch.no_grad()
+def emitted_labels(
+    head: Transducer, encoded: PackedSequence, max_symbols: int, boost: BoostTree | None = None
+) -> list[list[Emitted]]:
+    """Return the labels of `transducer_greedy` with their frames."""
     rows = head.encoder_projection(encoded.values)
     bounds = encoded.layout.cu_seqlens.long()
     search = GreedyTransducer(head, encoded.layout.num_sequences, max_symbols, boost)
-    emitted = search.advance(rows, bounds[:-1], bounds[1:])
-    return [[token for token, _ in tokens] for tokens in emitted[: len(encoded.layout.lengths)]]
+    return search.advance(rows, bounds[:-1], bounds[1:])[: len(encoded.layout.lengths)]
 
 
 class GreedyTransducer:

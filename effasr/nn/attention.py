@@ -222,6 +222,12 @@ class CrossAttention(nn.Module):
         weights = scores.masked_fill(past, -torch.inf).softmax(-1).masked_fill(past, 0)
         return weights.mean(2).flatten(0, 1)
 
+    def head_weights(self, x: Tensor, encoded: Tensor) -> Tensor:
+        """Attention of each head in one sequence, from (U, width) to (T, width): (H, U, T)."""
+        keys, _ = self.keys_values(encoded)
+        q = self._queries(x).double() * self.head_dim**-0.5
+        return torch.einsum("uhd,thd->hut", q, keys.double()).softmax(-1)
+
     def _queries(self, x: Tensor) -> Tensor:
         return self.q_proj(x).view(-1, self.heads, self.head_dim)
 

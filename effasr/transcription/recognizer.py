@@ -432,6 +432,7 @@ class Recognizer:
             return ()
         if result.spans is None:
             return None if self.config.wants_words else ()
+        # The number of frames is rounded up, so the last frame may extend beyond the audio.
         words = word_timestamps(
             result.tokens,
             result.spans,
@@ -439,11 +440,10 @@ class Recognizer:
             frame_seconds=self._frame_samples / self.sample_rate,
             speech=is_speech(loudness(piece.audio, self.sample_rate)),
             offset=piece.chunk.start / self.sample_rate,
+            until=piece.chunk.end / self.sample_rate,
             spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
         )
-        end = piece.chunk.end / self.sample_rate
-        # The number of frames is rounded up, so the last frame may extend beyond the audio.
-        return tuple(replace(word, end=min(word.end, end)) for word in words)
+        return tuple(words)
 
     def _word_confidences(self, piece: Piece, result: Decoded) -> tuple[WordConfidence, ...] | None:
         if result.confidences is None:

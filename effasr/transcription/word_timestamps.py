@@ -1,7 +1,9 @@
-"""Word timestamps from CTC alignments and pauses."""
+"""Word timestamps from alignments of tokens and pauses."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ _TAIL_SECONDS = 0.6  # longest time that a word continues after CTC has recognis
 # Assumed time from a word's start to the centre of its first frame, if no pause shows it.
 _DELAY_FRAMES = 1.0
 _LEAST_DELAY = 0.5  # in frames: half of a frame precedes its centre
-# More than so many frames and seconds is a guess: a token is not recognised so late.
-_MOST_DELAY, _MOST_DELAY_SECONDS = 4.0, 0.32
+# More is a guess: a token is not recognised so late. CTC had 0.1 to 0.3 s in small models, the
+# attention of their decoders up to 0.6 s.
+_MOST_DELAY_SECONDS = 0.7
+_USUAL_DELAY_FRAMES = 2.0  # a longer delay is also one of the ends of words
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,35 +42,66 @@ def word_timestamps(
     frame_seconds: float,
     speech: np.ndarray,  # bool (hops,), from `effasr.transcription.inputs.vad`
     offset: float = 0.0,
+    until: float = math.inf,  # end of the audio; no word ends later
     spaces: bool = True,
 ) -> list[Word]:
-    """Join tokens to words, and find the time of each.
+    """Join tokens to words, and find the time of each, in order and without overlap.
 
-    CTC emits a token at the one or two frames that identify it, later than its start, for less than
-    its duration. The delay depends on the model. It is measured at words after pauses, whose start
-    is audible, and the other words start this much before their first frame, but not before the
-    last frame of the previous word. A word ends where the next one or a pause starts.
+    CTC and transducers emit a token at the one or two frames that identify it, and a decoder
+    attends to these most, later than its start, for less than its duration. The delay depends on
+    the model. It is measured at words after pauses, whose start is audible, and the other words
+    start this much before their first frame, but not before the last frame of the previous word.
+    A word ends where the next one or a pause starts. Words of one token share its time.
     """
     groups = word_groups(tokens, spans, decode, spaces)
     centres = [group.first * frame_seconds for group in groups]
     # Each boundary is midway between the last frame of the previous word and the frame after it.
-    bounds = [0.0, *((group.last - 0.5) * frame_seconds for group in groups)][: len(groups)]
-    longest = max(_MOST_DELAY * frame_seconds, _MOST_DELAY_SECONDS)
-    onsets = [_onset(speech, *ends, longest) for ends in zip(bounds, centres, strict=True)]
-    delay = _delay(centres, onsets, frame_seconds, longest)
+    lasts = [(group.last - 0.5) * frame_seconds for group in groups]
+    onsets, delay = _onsets(speech, lasts, centres, frame_seconds)
+    if (late := delay - _USUAL_DELAY_FRAMES * frame_seconds) > 0:
+        lasts = [max(0.0, last - late) for last in lasts]
+        onsets, delay = _onsets(speech, lasts, centres, frame_seconds)
+    bounds = [0.0, *lasts][: len(groups)]
     starts = [
         max(bound, centre - delay) if onset is None else onset
         for bound, centre, onset in zip(bounds, centres, onsets, strict=True)
     ]
     words: list[Word] = []
     for number, group in enumerate(groups):
-        last_seen = (group.last - 0.5) * frame_seconds
+        last_seen = max(lasts[number], starts[number])
         latest = last_seen + _TAIL_SECONDS
         if number + 1 < len(groups):
             latest = min(latest, starts[number + 1])
         start, end = offset + starts[number], offset + _pause(speech, last_seen, latest)
-        words += [Word(text, start, end) for text in group.texts]
-    return words
+        words += divided(group.texts, start, end)
+    least = min(HOP_SECONDS, 0.999 * (until - offset) / max(1, len(words)))
+    times = in_order([(word.start, word.end) for word in words], offset, until, least)
+    return [Word(word.text, *time) for word, time in zip(words, times, strict=True)]
+
+
+def divided(texts: Sequence[str], start: float, end: float) -> list[Word]:
+    """Divide a time among texts by their lengths."""
+    total = max(1, sum(map(len, texts)))
+    shares = [n / total for n in itertools.accumulate(map(len, texts))]
+    bounds = [start * (1 - share) + end * share for share in shares]
+    return [Word(*word) for word in zip(texts, [start, *bounds], bounds, strict=False)]
+
+
+def in_order(
+    times: Sequence[tuple[float, float]], begin: float, end: float, least: float
+) -> list[tuple[float, float]]:
+    """Return beginnings and ends in order, between two bounds, of ``least`` duration or more."""
+    ordered: list[tuple[float, float]] = []
+    for first, last in times:
+        first = max(begin, first)
+        begin = max(first + least, last)
+        ordered.append((first, begin))
+    for number in reversed(range(len(ordered))):
+        first, last = ordered[number]
+        last = min(last, end)
+        end = min(first, last - least)
+        ordered[number] = end, last
+    return ordered
 
 
 @dataclass(slots=True)
@@ -96,19 +131,22 @@ def word_groups(
     return groups
 
 
-def _delay(
-    centres: Sequence[float], onsets: Sequence[float | None], frame_seconds: float, longest: float
-) -> float:
-    """Median seconds from the start of words after a pause to their first frame."""
+def _onsets(
+    speech: np.ndarray, lasts: Sequence[float], centres: Sequence[float], frame_seconds: float
+) -> tuple[list[float | None], float]:
+    """Return when words after a pause start, and their median seconds to their first frame."""
+    # ``lasts``: last time of each word; the next one starts later.
+    bounds = [0.0, *lasts][: len(centres)]
+    onsets = [_onset(speech, *ends) for ends in zip(bounds, centres, strict=True)]
     delays = [
         centre - onset for centre, onset in zip(centres, onsets, strict=True) if onset is not None
     ]
     delay = statistics.median(delays) if delays else _DELAY_FRAMES * frame_seconds
-    return min(max(delay, _LEAST_DELAY * frame_seconds), longest)
+    return onsets, max(delay, _LEAST_DELAY * frame_seconds)
 
 
-def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -> float | None:
-    """Return when speech starts after a pause, at most ``longest`` before ``latest``, or None."""
+def _onset(speech: np.ndarray, earliest: float, latest: float) -> float | None:
+    """Return when speech starts after a pause, not long before ``latest``, or None."""
     begin, end = round(earliest / HOP_SECONDS), round(latest / HOP_SECONDS)
     hops = round(_PAUSE_SECONDS / HOP_SECONDS)
     # Less silence suffices at the very beginning, as there is no earlier word.
@@ -119,7 +157,7 @@ def _onset(speech: np.ndarray, earliest: float, latest: float, longest: float) -
             run = 0
         else:
             run += 1
-    if onset is None or latest - onset * HOP_SECONDS > longest:
+    if onset is None or latest - onset * HOP_SECONDS > _MOST_DELAY_SECONDS:
         return None
     return onset * HOP_SECONDS
 

@@ -88,7 +88,7 @@ LACKS = "because this model has no"
         ("all", {"method": "ctc", "no_repeat_ngram": 3}, f"`no_repeat_ngram` {LEFT_OUT} ctc"),
         ("all", {"method": "ctc", "lm": LM}, "`beam` must be at least 2 for CTC with the language"),
         ("language_model", {"boost": LM}, "`boost` must be left out for the method language_model"),
-        ("decoder", {"words": True}, "`words` must be false for a model without CTC head"),
+        ("language_model", {"words": True}, f"`words` {LEFT_OUT} language_model"),
         ("ctc", {"method": "attention"}, f"`method` must not be attention, {LACKS} decoder"),
         ("decoder", {"method": "ctc"}, f"`method` must not be ctc, {LACKS} CTC head"),
         ("ctc", {"method": "transducer"}, f"`method` must not be transducer, {LACKS} transducer"),

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import collate
+from effasr.decoding.attention_alignment import align_by_attention, alignment_weights
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.interop.huggingface.checkpoint import export_model, import_model
@@ -159,6 +160,31 @@ def generated(theirs, checkpoint, example):
     (tokens,) = theirs.generate(features, decoder_input_ids=read, max_length=40).tolist()
     tokens = tokens[count:] if tokens[:count] == example.prompt else tokens
     return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
+
+
+@torch.no_grad()
+def test_attention_of_the_alignment_heads(checkpoint, theirs, prompt):
+    """It is that of transformers, and gives each token a frame, in order."""
+    model, examples = load(checkpoint, SECONDS), spoken(LENGTHS, prompt)
+    encoded = model.encode(packed(model, examples, static=False))
+    prompts, texts = [prompt] * len(examples), [example.text for example in examples]
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
+    theirs.set_attn_implementation("eager")
+    results = alignment_weights(model, encoded, prompts, texts)
+    for example, weights in zip(examples, results, strict=True):
+        features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt")
+        read = torch.tensor([prompt + example.text])
+        out = theirs(features.input_features, decoder_input_ids=read, output_attentions=True)
+        expected = [out.cross_attentions[layer][0, head] for layer, head in ((0, 1), (1, 0))]
+        rows = torch.stack(expected)[:, len(prompt) - 1 :].double()
+        torch.testing.assert_close(weights, rows, **TOLERANCE)
+    spans = align_by_attention(model, encoded, prompts, texts)
+    for text, result in zip(texts, spans, strict=True):
+        frames = [frame for span in result for frame in span]
+        assert len(result) == len(text)
+        assert sorted(first for first, _ in result) == [first for first, _ in result]
+        assert min(frames) >= 0
+        assert max(frames) <= 100
 
 
 @torch.no_grad()

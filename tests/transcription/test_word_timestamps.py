@@ -69,8 +69,10 @@ def test_tokens_become_words() -> None:
     # word before.
     assert (words[0].start, words[0].end) == pytest.approx((10.0, 10.16))
     assert (words[1].start, words[1].end) == pytest.approx((10.16, 10.64))
-    # A token of two words gives both its time.
-    assert words[2].start == words[3].start == pytest.approx(10.64)
+    # The two words of a token share its time by their lengths.
+    whole = words[3].end - words[2].start
+    assert words[2].start == pytest.approx(10.64)
+    assert words[2].end == words[3].start == pytest.approx(words[2].start + 5 / 9 * whole)
     # The last one does not go on for ever.
     assert words[3].end == pytest.approx(10.0 + 9.5 * 0.08 + 0.6)
 
@@ -105,6 +107,32 @@ def test_words_are_in_order_and_have_a_duration(seed) -> None:
     assert times == sorted(times)
     assert times[0] >= 0
     assert all(word.start < word.end for word in words)
+
+
+@pytest.mark.parametrize("frame", [0.02, 0.04, 0.08])
+@pytest.mark.parametrize("crowded", [True, False])
+def test_5000_words_are_in_order_without_overlap(crowded, frame) -> None:
+    """Of any alignment: several tokens in a frame, words in a token, and frames after the end."""
+    draw, words, end = np.random.default_rng(0), [], 100.0
+    while len(words) < 5000:
+        sizes = draw.integers(0, 2 if crowded else 7, size=60)
+        begins, longest = np.cumsum(sizes)[:-1], draw.integers(0, 3, size=59)
+        lengths = 1 + np.minimum(sizes[1:], longest)
+        spans = [(int(a), int(a + n)) for a, n in zip(begins, lengths, strict=True)]
+        tokens = draw.choice([1, 2, 4], size=len(spans), p=[0.6, 0.1, 0.3]).tolist()
+        start, end = end, end + (spans[-1][1] - draw.random()) * frame
+        pauses = draw.random(int((end - start) / 0.07) + 1) < 0.7
+        added = word_timestamps(
+            tokens, spans, decode, frame_seconds=frame, speech=np.repeat(pauses, 7),
+            offset=start, until=end,
+        )  # fmt: skip
+        assert [word.text for word in added] == decode(tokens).split()
+        assert start <= added[0].start
+        assert added[-1].end <= end
+        words += added
+    times = [time for word in words for time in (word.start, word.end)]
+    assert times == sorted(times)
+    assert all(word.end > word.start for word in words)
 
 
 def test_tokens_without_text_belong_to_the_word_before() -> None:

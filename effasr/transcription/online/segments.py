@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -209,7 +209,7 @@ class StreamSegments:
     def _words(self, tokens: Sequence[tuple[int, int]], goes_on: bool) -> tuple[Word, ...]:
         if self._loudness is None:
             return ()
-        first, of = self._loudness.first, self._options
+        first, last, of = self._loudness.first, tokens[-1][1], self._options
         timed = word_timestamps(
             [token for token, _ in tokens],
             [(frame - first, frame - first + 1) for _, frame in tokens],
@@ -217,15 +217,14 @@ class StreamSegments:
             frame_seconds=of.frame_seconds,
             speech=is_speech(self._loudness.levels),
             offset=first * of.frame_seconds,
+            # The next word may start at the last frame. Else that may extend beyond the audio, as
+            # the number of frames is rounded up.
+            until=last * of.frame_seconds if goes_on else self._seconds,
             spaces=of.spaces,
         )
-        last = tokens[-1][1]
-        # It stays for the next segment, which a transducer may begin at the same frame.
+        # The last frame stays for the next segment, which a transducer may begin at the same frame.
         self._loudness.forget(last)
-        # The next word may start there. Else the last frame may extend beyond the audio, as the
-        # number of frames is rounded up.
-        end = last * of.frame_seconds if goes_on else self._seconds
-        return tuple(replace(word, end=max(word.start, min(word.end, end))) for word in timed)
+        return tuple(timed)
 
     def _word_confidences(
         self, tokens: Sequence[tuple[int, int]], since: int, goes_on: bool

@@ -12,7 +12,7 @@ from typing import Any
 from effasr.data.scripts import UNSPACED_CHARACTER, split_words
 from effasr.nn.checks import check
 from effasr.transcription.results import Segment, Transcription
-from effasr.transcription.word_timestamps import Word
+from effasr.transcription.word_timestamps import Word, divided, in_order
 from effasr.untrusted.display import BIDI_MARKS
 
 _PAUSE_S = 1.0  # no cue goes on over a longer pause
@@ -99,21 +99,16 @@ def segment_cues(
     groups = [(group, _lines(group, layout)) for group in _groups(units, layout)]
     groups = [(group, lines) for group, lines in groups if lines]
     begin, longest = round(1000 * max(0.0, since)), int(1000 * layout.cue_seconds)
+    times = []
+    for group, _ in groups:
+        first = max(begin, round(1000 * group[0].start))
+        times.append((first, min(round(1000 * group[-1].end), first + longest)))
     last = max([segment.end, *(unit.end for unit in units)])
     # The last millisecond may not be a whole one: a cue does not go on after the audio.
     limit = max(begin + len(groups), int(1000 * last + 1e-6))
-    times: list[tuple[int, int]] = []
-    for group, _ in groups:
-        first = max(begin, round(1000 * group[0].start))
-        begin = max(first + 1, min(round(1000 * group[-1].end), first + longest))
-        times.append((first, begin))
-    for number in reversed(range(len(times))):
-        first, end = times[number]
-        end = min(end, limit)
-        times[number] = limit, _ = min(first, end - 1), end
     return [
         Cue(first / 1000, end / 1000, lines, estimated=not segment.words)
-        for (first, end), (_, lines) in zip(times, groups, strict=True)
+        for (first, end), (_, lines) in zip(in_order(times, begin, limit, 1), groups, strict=True)
     ]
 
 
@@ -200,14 +195,11 @@ def _fitting(unit: _Unit, width: int) -> list[_Unit]:
 
 
 def _divided(parts: Sequence[str], spaced: Sequence[bool], start: float, end: float) -> list[_Unit]:
-    """Give each part its share of the time, by length."""
-    total = max(1, sum(map(len, parts)))
-    units, passed = [], 0
-    for part, space in zip(parts, spaced, strict=True):
-        times = [start + (end - start) * n / total for n in (passed, passed + len(part))]
-        units.append(_Unit(part, space, *times))
-        passed += len(part)
-    return units
+    words = divided(parts, start, end)
+    return [
+        _Unit(word.text, space, word.start, word.end)
+        for word, space in zip(words, spaced, strict=True)
+    ]
 
 
 def _may_break(before: str, after: str) -> bool:
