@@ -40,7 +40,10 @@ MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
 # Fields of `DecodingConfig` that some commands have as options, beside its SEARCH and _RECORDINGS.
 NBEST = ("nbest",)
 CONFIDENCE = "word_confidence", "calibration"
-_RECORDINGS = "instruction", "gap_seconds", "chunk_seconds", "vad", "no_speech", "frame_budget"
+_RECORDINGS = (
+    *("instruction", "gap_seconds", "chunk_seconds", "vad", "no_speech", "fallback"),
+    "frame_budget",
+)
 
 
 def folder(text: str) -> Path:
@@ -199,6 +202,8 @@ def add_fields(parser: argparse.ArgumentParser, *names: str) -> None:
         sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", texts[name])[0].removesuffix(".")
         sentence = re.sub("``(\\w+)``", lambda match: flag(match[1]), sentence)
         parsing: dict[str, Any] = {"action": "store_true", "default": None}
+        if by_name[name].default is True:
+            parsing["action"] = argparse.BooleanOptionalAction
         if kind is not bool:
             metavar = {int: "N", Path: "FILE", str: "TEXT"}.get(kind)
             metavar = by_name[name].metadata.get("metavar", metavar)

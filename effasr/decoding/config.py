@@ -81,9 +81,9 @@ class DecodingConfig:
         no_speech: Write no text for a segment of which both the share of detected speech and the
             confidence are less than this, from 0 to 1 (default: write all). Most such segments are
             short recordings in which silero detects no speech, and those of ``gap_seconds`` 0.
-        fallback: Whether to decode again what the attention decoder has repeated until the limit of
-            ``tokens_per_frame``, or at least 8 times: by CTC where the model has it, else with
-            ``no_repeat_ngram``.
+        fallback: Decode again what the attention decoder repeats, by CTC where the model has it,
+            else with ``no_repeat_ngram`` (the default). Texts that reach the limit of
+            ``tokens_per_frame``, or repeat something at least 8 times in a row, are decoded again.
         tokens_per_frame: With ``extra_tokens``, limits the length of a transcript to
             ``tokens_per_frame * frames + extra_tokens``, because the attention decoder may repeat
             itself forever. `effasr.transcription.recognizer.Recognizer` halves it for frames of 40

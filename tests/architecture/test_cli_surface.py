@@ -27,6 +27,7 @@ DECODING = [
     "--chunk S",
     "--vad {auto,silero,loudness}",
     "--no-speech P",
+    "--fallback --no-fallback",
     "--frame-budget N",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]

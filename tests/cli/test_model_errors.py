@@ -1,5 +1,6 @@
 """Models, devices and files that cannot be used: one line that says what to do."""
 
+import json
 import shutil
 
 import pytest
@@ -76,11 +77,11 @@ def test_one_bad_file_does_not_keep_the_others_from_being_transcribed(
         f"effasr transcribe: {recordings}/empty.wav: the file is empty.",
         f"effasr transcribe: {recordings}/nothing: a folder without recordings.",
     ]
-    assert lines[4].endswith(", 4 failed")
+    assert lines[-1].endswith(", 4 failed")
     told = effasr("transcribe", "--run", workplace.run, "--json", *files)
     assert told.code == 1
     assert told.out.count('"error"') == 4
-    assert told.out.count('"text"') == 2  # of the recording, and of its one segment
+    assert len([row for row in map(json.loads, told.out.splitlines()) if "text" in row]) == 1
 
 
 def test_a_loss_that_is_not_finite_names_the_utterances(train, model, tmp_path):

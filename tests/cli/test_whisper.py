@@ -49,7 +49,7 @@ def settings(effasr, checkpoint, corpus, tmp_path):
 def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_path, caplog):
     imported, out = tmp_path / "imported", tmp_path / "exported"
     audio = corpus / "0.wav"
-    message = effasr("transcribe", "--run", imported, audio, "--json")
+    message = effasr("transcribe", "--run", imported, audio, "--json", "--no-fallback")
     assert message.code == 0, message
     theirs = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)

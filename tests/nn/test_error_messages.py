@@ -16,7 +16,7 @@ from effasr_kernels import PackedLayout
 from tests.nn.test_lora import Block
 from tests.support.speech_llm import speech_llm
 
-NAMED = ExpertsConfig(count=3, route="language", names=("a", "b", "c"))
+NAMED = ExpertsConfig(count=3, route="language", names=("de", "en", "fr"))
 SOURCES = ExpertsConfig(count=2, route="source", names=("ctc", "rnnt"))
 CONFIGURATIONS: list[tuple[type, dict[str, Any], str]] = [
     (
@@ -59,12 +59,12 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
         r"`embeddings` must be.*relative_sinusoids",
     ),
     (
-        lambda: NAMED.number_of(Prompt("d", "d")),
-        "language of an utterance must be one of a, b, c.*'d'",
+        lambda: NAMED.number_of(Prompt("nl", "nl")),
+        "language of an utterance must be one of de, en, fr.*'nl'",
     ),
     *(
         (
-            lambda source=source: SOURCES.number_of(Prompt("d", "d"), source),
+            lambda source=source: SOURCES.number_of(Prompt("nl", "nl"), source),
             f"source of an .* one of ctc, rnnt, .* {message}",
         )
         for source, message in (("d", "is 'd': use one of these"), (None, "not given: only lines"))

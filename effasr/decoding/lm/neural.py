@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effasr.interop.huggingface.files import read_weights
+from effasr.interop.huggingface.files import SAFETENSORS, read_weights
 from effasr.model.language_model.architecture import CONFIG_FILE, check_sizes, model_config
 from effasr.untrusted.documents import read_json_object
 
@@ -207,7 +207,7 @@ def load_neural_lm(
         path = directory / CONFIG_FILE
         config = model_config(json.dumps(read_json_object(path)), str(path))
         check_sizes(config, path)
-        weights = read_weights(directory)
+        weights = read_weights(directory, SAFETENSORS)
         kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         # Without the directory, in which it would look for weights and settings of other kinds.
         model = kind.from_pretrained(None, config=config, state_dict=weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from effasr.model.asr import ASRModel
     from effasr.model.config import ModelConfig
 
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+SAFETENSORS = ("model.safetensors",)
+WEIGHT_FILES = (*SAFETENSORS, "pytorch_model.bin")
 # Tables that effasr computes itself.
 _IGNORED = ("preprocessor.featurizer.", ".inv_freq", ".positional_embedding")
 
@@ -148,9 +149,9 @@ def check_tokenizer(directory: Path) -> None:
     )
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Read ``model.safetensors``, else ``pytorch_model.bin``, or its shards with their index."""
-    whole = next((name for name in WEIGHT_FILES if _has(directory, name)), WEIGHT_FILES[0])
+def read_weights(directory: Path, allowed: Sequence[str] = WEIGHT_FILES) -> dict[str, Tensor]:
+    """Read the first of the files that is there, or its shards with their index."""
+    whole = next((name for name in allowed if _has(directory, name)), allowed[0])
     index, names = directory / f"{whole}.index.json", [whole]
     if index.is_file():
         files = read_json_object(index).get("weight_map")

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from effasr import config as configuration
 from effasr.data.tokenizer import Tokenizer
-from effasr.interop.huggingface.files import read_weights, write_json
+from effasr.interop.huggingface.files import SAFETENSORS, read_weights, write_json
 from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.language_model.model import LanguageModel
@@ -19,7 +19,7 @@ from effasr.untrusted.documents import parse_json
 def read_language_model(directory: str | Path, model: LanguageModel) -> None:
     """Load the safetensors of a folder into a model of the folder's architecture."""
     try:
-        weights = read_weights(Path(directory))
+        weights = read_weights(Path(directory), SAFETENSORS)
     except FileNotFoundError as error:
         raise ValueError(
             f"{error} The weights of a language model are read from safetensors alone; set "
