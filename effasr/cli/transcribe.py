@@ -172,7 +172,8 @@ def run(options: argparse.Namespace) -> int:
         return _stream(options, loaded, with_prompt_options(default, options), decoding, layout)
     with NamedTemporaryFile(prefix="effasr-", suffix=".stdin") as copy:
         sources = _sources(options, default, copy)
-        return _files(options, loaded, sources, with_prompt_options(default, options), decoding)
+        prompt = with_prompt_options(default, options)
+        return _files(options, loaded, sources, prompt, decoding, layout)
 
 
 def _files(
@@ -181,6 +182,7 @@ def _files(
     sources: list[Source],
     prompt: Prompt,
     decoding: DecodingConfig,
+    layout: CueLayout | None,
 ) -> int:
     """Transcribe recordings, writing each when it is complete."""
     from effasr.transcription.inputs.arrival import Interruption
@@ -188,7 +190,6 @@ def _files(
     from effasr.transcription.results import Failure, Transcription
     from effasr.transcription.transcribe import transcribe
 
-    layout = _cue_layout(options)
     writer = ResultWriter(_style(options), options.output, sources, layout)
     if options.continued:
         every, sources = len(sources), writer.missing(sources)

@@ -240,7 +240,7 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
     settings = CalibrationConfig(objective="memory", margin=0.03)
     target = 560 << 20
 
-    def trial(work: Workload) -> Measurement:
+    def measured_trial(work: Workload) -> Measurement:
         file = tmp_path / "request.json"
         file.write_text(replace(request_of(400), limit_bytes=target, workload=work).to_json())
         module = "tests.training.calibration.trial_from_file"
@@ -248,7 +248,7 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
         out, error = process.communicate(timeout=240)
         return trial._result(process.returncode, out, error)
 
-    result = Search(endless, MODEL, settings, target, 1, trial).run()
+    result = Search(endless, MODEL, settings, target, 1, measured_trial).run()
     assert result.limited_by == "memory"
     assert result.replay.error is not None
     assert abs(result.replay.error) < 0.04
