@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.optim.adascale import AdaScaleConfig
+from effasr.optim.fused_adamw import FusedAdamW, kernel_unsupported_reason
 
 Exempt = Literal["biases", "norms", "embeddings"]
 
@@ -74,9 +75,11 @@ class OptimizerConfig:
         weight_decay: Decoupled weight decay, multiplied by the learning rate; with ``lamb`` it is
             part of the update before that is scaled.
         exempt: Kinds of parameters without weight decay: ``biases``, ``norms``, ``embeddings``.
-        implementation: ``torch``: fused AdamW of PyTorch, and LAMB of ``pytorch_optimizer``.
-            ``apex``: FusedAdam and FusedLAMB of NVIDIA's apex, CUDA only, and not with fsdp2.
-            ``auto``: fused AdamW of PyTorch; for LAMB apex where it can be used.
+        implementation: ``fused``: AdamW that clips, updates, averages and casts in one pass, not
+            with fsdp2; on a CPU the same, step by step. ``torch``: AdamW of PyTorch, and LAMB of
+            ``pytorch_optimizer``. ``apex``: FusedAdam and FusedLAMB of NVIDIA's apex, CUDA only,
+            and not with fsdp2. ``auto``: ``fused`` on a GPU where it can be used, else ``torch``;
+            for LAMB apex where it can be used.
     """
 
     name: Literal["adamw", "lamb"] = "adamw"
@@ -88,7 +91,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     exempt: tuple[Exempt, ...] = ("biases", "norms")
-    implementation: Literal["auto", "torch", "apex"] = "auto"
+    implementation: Literal["auto", "fused", "torch", "apex"] = "auto"
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
@@ -105,6 +108,11 @@ class OptimizerConfig:
             raise ValueError(
                 "`weight_decay` must be positive with name lamb, which leaves alone the length of "
                 "updates without it, but is 0: set it, or use adamw."
+            )
+        if self.name == "lamb" and self.implementation == "fused":
+            raise ValueError(
+                "`implementation` must be auto, torch or apex with name lamb, but is fused: use "
+                "auto, or adamw."
             )
 
     def _check_scaling(self) -> None:
@@ -142,7 +150,25 @@ def build_adamw(
         optimizers = importlib.import_module("apex.optimizers")
         # Only a capturable optimizer can skip an update on the device.
         return optimizers.FusedAdam(list(groups), adam_w_mode=True, capturable=True, **settings)
+    reason = fused_unsupported_reason(groups, device)
+    if config.implementation == "fused" and reason is not None:
+        raise ValueError(f"`implementation` must not be 'fused' here: {reason}. Use 'auto'.")
+    is_chosen = config.implementation == "auto" and device.type != "cpu" and reason is None
+    if config.implementation == "fused" or is_chosen:
+        return FusedAdamW(groups, **settings)
     return torch.optim.AdamW(list(groups), fused=True, **settings)
+
+
+def fused_unsupported_reason(groups: Sequence[dict[str, Any]], device: torch.device) -> str | None:
+    """Return the reason why `FusedAdamW` cannot be used, or None; on a CPU it always can."""
+    if has_sharded(groups):
+        return "it does not support sharded parameters, as of training.strategy fsdp2"
+    if device.type == "cpu":
+        return None
+    parameters = [p for group in groups for p in group["params"]]
+    if not parameters or any(p.dtype != torch.float32 for p in parameters):
+        return "it supports weights in float32 alone"
+    return kernel_unsupported_reason(parameters[0])
 
 
 def has_sharded(groups: Sequence[dict[str, Any]]) -> bool:
@@ -196,7 +222,8 @@ def _with_step(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[
     PyTorch's optimizers keep it with the moments of each parameter and apex's in the group. A run
     may be continued on a machine with the other of the two.
     """
-    of_group = not type(optimizer).__module__.startswith("torch.")
+    is_adamw = isinstance(optimizer, torch.optim.AdamW)
+    of_group = not is_adamw and not type(optimizer).__module__.startswith("torch.")
     rows = {index: dict(row) for index, row in state["state"].items()}
     groups = [dict(group) for group in state["param_groups"]]
     for group in groups:

@@ -29,13 +29,20 @@ class WeightAverage:
         }
         self.average = {name: p.detach().clone() for name, p in self._parameters.items()}
 
+    @property
+    def by_parameter(self) -> dict[Tensor, Tensor]:
+        return {p: self.average[name] for name, p in self._parameters.items()}
+
+    def share(self, step: int) -> float:
+        """Return the share of the parameters after update number ``step``, counted from 0."""
+        made = step * self.scale
+        return 1 - min(self.decay, (1 + made) / (10 + made)) ** self.scale
+
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Include the parameters after update number ``step``, counted from 0."""
-        made = step * self.scale
-        decay = min(self.decay, (1 + made) / (10 + made)) ** self.scale
         averages, parameters = list(self.average.values()), list(self._parameters.values())
-        torch._foreach_lerp_(averages, parameters, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_lerp_(averages, parameters, self.share(step))  # pyright: ignore[reportPrivateImportUsage]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from effasr.nn.stack import apply_activation_checkpointing, compile_layers
 from effasr.optim.adamw import build_adamw, build_lamb, parameter_groups
 from effasr.optim.adascale import AdaScale
 from effasr.optim.ema import WeightAverage
+from effasr.optim.fused_adamw import FusedAdamW
 from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, relative_batch
 from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
@@ -158,6 +159,8 @@ def build_train_state(
         # AdaScale has a hook for every gradient, ddp one for the last micro-batch alone.
         lazily, accumulate = not settings.compile, adascale is None
         weights = WeightCopies(trained, lazily=lazily, accumulate=accumulate)
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.follow(average and average.by_parameter, weights and weights.follow_updates())
     grad_sync = gradient_sync(wrapped)
     if is_recorded and context.size > 1:
         # Before the recording, which keeps the addresses of gradients.

@@ -22,6 +22,7 @@ from effasr.model.losses import Losses
 from effasr.optim.adamw import apply_update, clear_gradients, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
+from effasr.optim.fused_adamw import FusedAdamW
 from effasr.training import cuda_graph
 from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.fault_tolerance.oom_recovery import OOMRecovery, Piece, gradients_of
@@ -264,7 +265,15 @@ def _sum_over_ranks(state: TrainState, recovery: OOMRecovery, *, is_local: bool)
 
 
 def clip_gradient(state: TrainState) -> Tensor:
-    """Scale the gradient down to the largest norm allowed; return its norm before, ()."""
+    """Scale the gradient down to the largest norm allowed; return its norm before, ().
+
+    `FusedAdamW` scales it in the update.
+    """
+    optimizer = state.optimizer
+    if isinstance(optimizer, FusedAdamW):
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        optimizer.norm, optimizer.clip = nn.utils.get_total_norm(gradients), state.config.clip
+        return optimizer.norm
     return full_tensor(nn.utils.clip_grad_norm_(state.model.parameters(), state.config.clip))
 
 
@@ -272,11 +281,15 @@ def _update(
     state: TrainState, step: int, lr: float, factor: Tensor | None, finite: Tensor
 ) -> float:
     """Update the weights, where ``finite``, and their average."""
-    set_learning_rate(state.optimizer, lr, factor)
+    optimizer, average = state.optimizer, state.average
+    set_learning_rate(optimizer, lr, factor)
+    is_fused = isinstance(optimizer, FusedAdamW)
+    if is_fused and average is not None:
+        optimizer.average_share = average.share(step)
     with ranges.range("optimizer"):
-        apply_update(state.optimizer, finite)
+        apply_update(optimizer, finite)
     # A CUDA graph accumulates gradients at the addresses of the time of recording.
-    clear_gradients(state.optimizer, keep_addresses=state.graph is not None)
-    if state.average is not None:
-        state.average.update(step)
+    clear_gradients(optimizer, keep_addresses=state.graph is not None)
+    if average is not None and not is_fused:
+        average.update(step)
     return lr

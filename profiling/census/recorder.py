@@ -103,11 +103,15 @@ class Recorder(TorchDispatchMode):
         tensors = operators.unique(operators.tensors_of(launch.values))
         name, by_frame = launch.kernel.fn.__name__, []
         if self._operation is None:
-            # The only kernel that no operation launches itself adds the partial sums of a layer,
-            # whose number is bounded, and tensors with a row for each frame.
+            # Kernels that no operation launches itself: the optimizer's, and that which adds the
+            # partial sums of a layer, whose number is bounded, and tensors with a row for each
+            # frame.
             by_frame = [x for x in tensors if self._frames in x.shape]
             tensors = [x for x in tensors if self._frames not in x.shape]
-        self.add(name, "reduction", tensors, 1, sum(map(operators.size, tensors)))
+        reached = [*launch.read, *launch.written]
+        category = "optimizer" if reached else "reduction"
+        size = sum(map(operators.size, [*tensors, *reached]))
+        self.add(name, category, [*tensors, *reached], 1, size)
         if by_frame:
             self.add(name, "reduction", by_frame, 0, sum(map(operators.size, by_frame)))
 

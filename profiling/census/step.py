@@ -21,6 +21,7 @@ from effasr.training import build
 from effasr.training.calibration.workload import Population, batch_of
 from effasr.training.config import TrainConfig, resolve_losses
 from effasr.training.step import train_step
+from effasr_kernels.runtime.launch import diverted
 
 _TOKENS_PER_SECOND, _PROMPT = 3.6, 5
 
@@ -60,7 +61,8 @@ def record(model: str, frame_budget: int) -> Recorded:
     recorders = []
     with fake_gpu() as device:
         materialize(network, device)
-        state = build.build_train_state(config, network, DistributedContext(0, 1, device))
+        with diverted(lambda _: None):
+            state = build.build_train_state(config, network, DistributedContext(0, 1, device))
         for step in range(2):
             recorders.append(Recorder(network, device.type, frame_budget))
             with recorders[-1].recording():

@@ -56,8 +56,14 @@ def arguments_of(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str,
     storages: dict[int, tuple[str, int, int]] = {}
     for (name, value), (offset, size) in zip(values, binary.program.parameters, strict=False):
         if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = name, storage.data_ptr(), storage.nbytes()
+            _add_storage(storages, name, value)
             value = value.data_ptr()
         parameters[offset : offset + size] = encode(value, size, isinstance(value, float))
+    for value in (*launch.read, *launch.written):
+        _add_storage(storages, "tensor of a table", value)
     return bytes(parameters), list(storages.values())
+
+
+def _add_storage(storages: dict[int, tuple[str, int, int]], name: str, x: Tensor) -> None:
+    storage = x.untyped_storage()
+    storages.setdefault(storage.data_ptr(), (name, storage.data_ptr(), storage.nbytes()))

@@ -54,8 +54,21 @@ def test_an_update_is_that_of_the_published_formula():
     torch.testing.assert_close(parameter.double(), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_one_pass_is_chosen_where_a_kernel_serves_it():
+    def of_gpu(parameter: torch.Tensor) -> str:
+        groups = [{"params": [parameter], "weight_decay": 0.1}]
+        return type(build_adamw(groups, OptimizerConfig(), CUDA)).__name__
+
+    launch = pytest.importorskip("effasr_kernels.runtime.launch")
+    assert of_gpu(torch.zeros(1)) == "AdamW"
+    with launch.recording():
+        assert of_gpu(torch.zeros(1)) == "FusedAdamW"
+        assert of_gpu(torch.zeros(1, dtype=torch.float64)) == "AdamW"
+        assert type(parameter_and_optimizer()[1]).__name__ == "AdamW"
+
+
 @pytest.mark.parametrize(
-    "kind", ["fused", "plain", "capturable", pytest.param("lamb", marks=needs_library)]
+    "kind", ["fused", "one pass", "plain", "capturable", pytest.param("lamb", marks=needs_library)]
 )
 def test_a_step_that_is_not_finite_changes_nothing(kind):
     def train(finite: list[bool]) -> torch.Tensor:
@@ -64,6 +77,8 @@ def test_a_step_that_is_not_finite_changes_nothing(kind):
         elif kind == "capturable":
             parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
             optimizer = LikeApex([parameter], capturable=True)
+        elif kind == "one pass":
+            parameter, optimizer = parameter_and_optimizer(implementation="fused")
         else:
             parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
             optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=kind == "fused")
@@ -246,6 +261,8 @@ def test_a_run_moves_between_torch_and_apex(to_apex, initialized, capturable):
         (lambda: build_adamw([], OptimizerConfig(implementation="apex"), CPU), "apex needs a GPU"),
         (lambda: OptimizerConfig(lr=0.0), "`lr` must be positive, but is 0"),
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), "`betas` must lie in"),
+        (lambda: OptimizerConfig(name="lamb", implementation="fused"),
+         "`implementation` must be auto, torch or apex with name lamb, but is fused"),
         (lambda: OptimizerConfig(name="lamb", weight_decay=0.0),
          "`weight_decay` must be positive with name lamb"),
         (lambda: parameter_and_optimizer("lamb"),

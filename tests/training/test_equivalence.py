@@ -33,6 +33,7 @@ from tests.training.conftest import make_batch, without_randomness
 from tests.training.shortage import shortage
 
 FAST = OptimizerConfig(lr=0.01)
+FUSED = replace(FAST, implementation="fused")
 LSTM = TransducerConfig(width=8, joint=8, dropout=0.1)
 STATELESS = replace(LSTM, predictor="stateless")
 RECOMPUTED = {"activation_checkpointing": True}
@@ -44,7 +45,8 @@ ADASCALE = {
 }
 
 # Of each case: settings and loop of both runs, what the second run has in another way, and the step
-# and place at which both are short of memory. "graph" and "transducer" are no settings of a run.
+# and place at which both are short of memory. "graph" and "transducer" are no settings of a run;
+# "optimizer" is none of its loop.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "graph": ({}, {}, {"graph": True}, ""),
     "graph of lstm": ({"transducer": LSTM}, {}, {"graph": True}, ""),
@@ -57,6 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "copies": ({}, HALF, COPIES, ""),
     "copies recomputed": ({}, HALF | RECOMPUTED, COPIES, ""),
     "copies average": ({}, HALF | {"ema_decay": 0.9}, COPIES, ""),
+    "fused": ({}, HALF | COPIES, {"optimizer": FUSED}, ""),
+    "fused average": ({}, HALF | COPIES | {"ema_decay": 0.9}, {"optimizer": FUSED}, ""),
     "copies adascale": (ADASCALE, HALF, COPIES, ""),
     "copies lora": ({"lora": True}, HALF, COPIES, ""),
     "copies freeze": ({}, HALF | {"freeze": ("encoder.layers", "decoder.*.linear1")}, COPIES, ""),
@@ -68,7 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
 OFTEN = [
     *("graph", "graph of lstm", "graph of stateless", "copies", "copies recomputed"),
     *("recomputed", "recomputed short in forward", "recomputed short in backward"),
-    *("copies lora", "copies transducer", "copies short"),
+    *("copies lora", "copies transducer", "copies short", "fused average"),
 ]
 
 
@@ -76,6 +80,8 @@ def train(
     make_train_state, batches, loop: dict[str, Any], short: str, steps: int, **settings
 ) -> list[Tensor]:
     is_graph = bool(loop.pop("graph", False) or settings.pop("graph", False))
+    if "optimizer" in loop:
+        settings["optimizer"] = loop.pop("optimizer")
     model, state = make_train_state(training=LoopConfig(max_steps=20, **loop), **settings)
     assert (state.weights is not None) == loop.get("bfloat16_weights", False)
     if is_graph:

@@ -91,17 +91,28 @@ class WeightCopies:
         self._frozen = [
             pair for layer in layers for pair in layer.pairs if not pair[0].requires_grad
         ]
-        self._versions: list[int] | None = None
+        self._versions: dict[bool, list[int]] = {}
+        self._follows_updates = False
+
+    def follow_updates(self) -> dict[Tensor, Tensor]:
+        """Return the copies of trained weights, which from now on an update writes, too."""
+        self._follows_updates = True
+        return dict(self._trained)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the weights anew, after which a step may use them; frozen ones if they changed."""
+        """Cast the weights anew, after which a step may use them.
+
+        Frozen ones, and those whose copies an update writes, only if something else changed them:
+        no fused optimizer counts as a change in their versions.
+        """
         with ranges.range("cast weights"):
-            _copy(self._trained)
-            versions = [master._version for master, _ in self._frozen]
-            if versions != self._versions:
-                _copy(self._frozen)
-                self._versions = versions
+            for is_trained, pairs in ((True, self._trained), (False, self._frozen)):
+                versions = [master._version for master, _ in pairs]
+                is_updated = is_trained and not self._follows_updates
+                if is_updated or versions != self._versions.get(is_trained):
+                    _copy(pairs)
+                    self._versions[is_trained] = versions
 
     @contextmanager
     def in_use(self, *, accumulate: bool = False) -> Iterator[None]:

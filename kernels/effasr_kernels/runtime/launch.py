@@ -31,6 +31,9 @@ class Launch:
     values: tuple[Any, ...]  # the run-time arguments in order
     constants: dict[str, Any]  # the compile-time arguments by name
     options: dict[str, Any]  # compiler options such as `num_warps`
+    # Tensors whose addresses are in a table; their bytes count where they are read and written.
+    read: Sequence[Tensor] = ()
+    written: Sequence[Tensor] = ()
 
     @property
     def args(self) -> dict[str, Any]:
@@ -70,6 +73,8 @@ def launch(
     num_warps: int = 4,  # warps per program
     num_stages: int = 2,  # stages of the software pipeline of loads
     maxnreg: int | None = None,  # maximum registers per thread; None lets the compiler choose
+    read: Sequence[Tensor] = (),  # tensors that the kernel reaches through a table of addresses
+    written: Sequence[Tensor] = (),
     **constants: Any,
 ) -> None:
     """Launch a kernel, unless its grid is empty."""
@@ -79,7 +84,7 @@ def launch(
     if maxnreg is not None:
         options["maxnreg"] = maxnreg
     if _Recorder.take is not None:
-        _Recorder.take(Launch(kernel, tuple(grid), args, constants, options))
+        _Recorder.take(Launch(kernel, tuple(grid), args, constants, options, read, written))
         return
     if 0 in grid:
         return
