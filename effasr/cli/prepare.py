@@ -44,6 +44,14 @@ def add(command: AddCommand) -> None:
         "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to check the texts against"
     )
     add_language(parser, default="en")
+    parser.add_argument(
+        "--language-map",
+        type=language_map,
+        default={},
+        metavar="MAP",
+        help="languages to train as others, such as xx=sw or xx=sw,yy=tr: a language that the "
+        "tokenizer has not as a near one that it has",
+    )
     add_subsampling(parser)
     parser.add_argument(
         "--max-duration",
@@ -100,6 +108,24 @@ def channel(text: str) -> int | Literal["loudest"]:
     return number
 
 
+def language_map(text: str) -> dict[str, str]:
+    from effasr.data.languages import UnknownLanguageError, code_or_name, language_code
+
+    languages = {}
+    for pair in text.split(","):
+        name, _, near = (part.strip() for part in pair.partition("="))
+        code = code_or_name(name)
+        if not name or not near or code in languages:
+            raise argparse.ArgumentTypeError(
+                f"must be pairs such as xx=sw,yy=tr, each language once, but is {text!r}"
+            )
+        try:
+            languages[code] = language_code(near)
+        except UnknownLanguageError as error:
+            raise argparse.ArgumentTypeError(f"{pair.strip()!r}: {error}") from error
+    return languages
+
+
 def clean(text: str) -> Clean:
     from effasr.data.manifest.clean import parse_clean
 
@@ -118,6 +144,12 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.tokenizer.fidelity import TextFidelity
 
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    for name, near in options.language_map.items():
+        if tokenizer is not None and tokenizer.languages and not tokenizer.knows(near):
+            raise ValueError(
+                f"`--language-map` must name languages of the tokenizer, but has {name}={near}: it "
+                f"knows {', '.join(tokenizer.languages)}."
+            )
     fidelity = None if tokenizer is None else TextFidelity(tokenizer)
     framing, survey = Framing(subsampling=options.subsampling or 8), Survey()
     with progress_counter("utterances") as show:
@@ -138,6 +170,7 @@ def run(options: argparse.Namespace) -> int:
             clean=options.clean,
             channel=options.channel,
             convert=options.convert,
+            language_map=options.language_map,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):
@@ -146,6 +179,16 @@ def run(options: argparse.Namespace) -> int:
     print_line(f"dropped {report.dropped.utterances} utterances, each listed in {listed}")
     for reason, share in sorted(report.by_reason.items()):
         print_line(f"  {reason:28} {share.utterances:8} {share.hours:10.2f} h")
+    if (example := report.examples.get(Reason.UNKNOWN_LANGUAGE)) is not None:
+        print_folded(f"{Reason.UNKNOWN_LANGUAGE}, such as {example}")
+    for name, count in report.mapped_languages.items():
+        if count:
+            print_line(f"{count} utterances in {name} as {options.language_map[name]}")
+        else:
+            print_folded(
+                f"warning: no utterance is in {name}, which --language-map names: utterances of "
+                f"which SOURCE names no language are in that of --language, {options.language}."
+            )
     if report.unread_fields:
         fields = [f"{name!a} ({count})" for name, count in report.unread_fields.items()]
         more = f" and {len(fields) - 10} more" if len(fields) > 10 else ""
@@ -156,7 +199,11 @@ def run(options: argparse.Namespace) -> int:
             "for the same part of the same recording: name the `channel` or the times of each."
         )
     if not report.kept.utterances:
-        raise ValueError(f"{options.source}: no utterance is left; {listed} has the reasons.")
+        commonest = max(report.by_reason, key=lambda name: report.by_reason[name].utterances)
+        raise ValueError(
+            f"{options.source}: no utterance is left; {listed} has the reasons. The commonest is "
+            f"{commonest}, such as {report.examples[commonest]}"
+        )
     impossible = report.by_reason.get(Reason.CTC_INFEASIBLE, Share()).utterances
     # Whisper has no CTC head, and may have many tokens per word.
     has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)

@@ -78,17 +78,19 @@ def language_among(name: str, known: Collection[str], subject: str) -> str:
     """Return which of these languages is meant, by its name among them."""
     if name in known:
         return name
-    names = {_code_or_name(other): other for other in reversed([*known])}
-    wanted = _code_or_name(name)
+    names = {code_or_name(other): other for other in reversed([*known])}
+    wanted = code_or_name(name)
     if wanted in names:
         return names[wanted]
     raise UnknownLanguageError(
         f"the language of the {subject} must be one of {', '.join(known)}, but is {name!r}"
-        f"{_nearest(name, known)}: name one of these, or train a tokenizer with that language."
+        f"{_nearest(name, known)}: name one of these, train a tokenizer with that language, or let "
+        f"`effasr prepare --language-map {name}=NEAR` name a near language for it."
     )
 
 
-def _code_or_name(name: str) -> str:
+def code_or_name(name: str) -> str:
+    """Return the code of a language, or a name that is none's as it is."""
     try:
         return language_code(name)
     except UnknownLanguageError:

@@ -198,7 +198,8 @@ def _check_languages(counts: Survey, tokenizer: Tokenizer, init_from: str | Path
     """Refuse texts in languages that the tokenizer does not know: training would drop them."""
     if missing := [name for name in counts.languages if not tokenizer.knows(name)]:
         remedy = (
-            "train a tokenizer on TRAIN, and name it by data.tokenizer beside init_from in a recipe"
+            f"`effasr prepare --language-map {missing[0]}=NEAR` names a near one for it, or train "
+            "a tokenizer on TRAIN, and name it by data.tokenizer beside init_from in a recipe"
             if init_from is not None
             else "give --tokenizer a new folder, for one of TRAIN"
         )

@@ -120,6 +120,8 @@ class LoopConfig:
         log_every: Steps between two lines of metrics.jsonl, or a time such as ``30s``.
         validate_every: Steps between two validations, or a time such as ``2h``; the last step has
             one, too.
+        validate_first: Whether to validate before the first step, for a first line with the error
+            rate of the model that the run starts from; ``auto``: with ``init_from``.
         checkpoint_every: Steps between two checkpoints, or a time such as ``20min``; the last step
             has one, too.
         keep: Newest checkpoints to keep, besides that with the best validation.
@@ -190,6 +192,7 @@ class LoopConfig:
     stop_at: int | None = None
     log_every: int | str = 50
     validate_every: int | str = 2000
+    validate_first: bool | Literal["auto"] = "auto"
     checkpoint_every: int | str = 1000
     keep: int = 3
     async_save: bool = True

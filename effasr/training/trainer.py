@@ -197,6 +197,9 @@ class Trainer:
         self._shown_nonfinite = -1  # Last step of finite weights in the last message
         if resolved.saved is not None:
             self._restore(resolved.saved)
+        elif self.validate is not None:
+            first = config.training.validate_first
+            self.progress.must_validate = config.init_from is not None if first == "auto" else first
         self._open_log()
 
     def train(self, stop: StopRequest) -> int | None:

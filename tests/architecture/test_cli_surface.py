@@ -36,7 +36,7 @@ SECOND_PASS = ["--second-lm LM", "--second-lm-weight W", "--second-word-bonus B"
 CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME"]
 SURFACE = {
     "prepare": [
-        "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG",
+        "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--language-map MAP",
         "--subsampling {4,8}", "--max-duration SECONDS", "--channel C", "--convert",
         "--clean LIST", "--max-unknown X",
         "--jobs N",

@@ -71,6 +71,17 @@ def test_prepare_with_nothing_left(effasr, workplace, manifest, tmp_path):
     assert f"no utterance is left; {tmp_path}/out/dropped.jsonl has the reasons" in failed.error
     reasons = [line["reason"] for line in read_lines(tmp_path / "out" / "dropped.jsonl")]
     assert reasons == ["unknown_text", "unknown_language"]
+    assert "The commonest is unknown_text, such as " in failed.error
+    options = ("--tokenizer", tokenizer, "--language-map")
+    done = effasr("prepare", path, tmp_path / "mapped", *options, "fra=en,xx=en")
+    assert "1 utterances in fr as en" in done.out
+    assert "no utterance is in xx, which --language-map names" in done.out
+    failed = effasr("prepare", path, tmp_path / "out", *options, "fr=nl")
+    assert "`--language-map` must name languages of the tokenizer, but has fr=nl" in failed.error
+    for wrong in ("fr", "fr=en,French=de", "fr=Klingon"):
+        failed = effasr("prepare", path, tmp_path / "out", *options, wrong)
+        assert failed.code == 2
+        assert wrong.split(",")[0] in failed.error
 
 
 @pytest.mark.parametrize("limit", ["model.decoder.max_positions=7", "model.encoder.max_frames=9"])

@@ -64,6 +64,7 @@ def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_pa
     settings += [
         f"data.validation={corpus / 'manifest.jsonl'}", "name=tuned", "training.max_steps=3",
         "training.validate_every=3", "training.checkpoint_every=3", "optimizer.lr=1e-3",
+        "training.validate_first=false",
     ]  # fmt: skip
     trained = effasr("train", "finetune_whisper", *settings, "model.features.minimum_s=0")
     assert trained.code == 0, trained

@@ -101,6 +101,17 @@ def test_checks_that_need_a_tokenizer(nemo, tmp_path, tokenizer):
     assert four == reasons[:2]
     assert report.unknown_tokens == 1
     assert report.tokens > 6
+    assert report.examples["unknown_language"].startswith("u1: the language of the speech must be ")
+    mapped = prepare(
+        manifest, tmp_path / "map", tokenizer=tokenizer, language_map={"French": "en", "xx": "de"}
+    )
+    dropped = [line["reason"] for line in read_lines(tmp_path / "map/dropped.jsonl")]
+    assert dropped == reasons[1:]
+    assert {k: v.utterances for k, v in mapped.by_language.items()} == {"en": 3, "de>en": 1}
+    assert mapped.mapped_languages == {"fr": 1, "xx": 0}
+    back = prepare(manifest, tmp_path / "back", language_map={"en": "de"})
+    assert {k: v.utterances for k, v in back.by_language.items()} == {"de": 4, "fr": 1}
+    assert back.by_reason["unwanted_language"].utterances == 1
 
 
 def test_rate_outliers_are_dropped(nemo, tmp_path):

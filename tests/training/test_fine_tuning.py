@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 import safetensors.torch
@@ -81,7 +82,9 @@ def test_a_run_publishes_merged_weights(make_lora_config, base, tmp_path, capsys
     torch.testing.assert_close(mean, (first[name] + second[name]) / 2)
 
 
-def test_validation_sees_what_the_checkpoint_gives(make_lora_config, tones, tmp_path, monkeypatch):
+def test_validation_sees_what_the_checkpoint_gives(
+    make_lora_config, base, tones, tmp_path, monkeypatch
+):
     """Recognition while training is with merged weights, and leaves the adapters as they were."""
     seen = []
 
@@ -94,13 +97,17 @@ def test_validation_sees_what_the_checkpoint_gives(make_lora_config, tones, tmp_
     data = {"validation": [str(tones / "test.jsonl")]}
     assert run(make_lora_config(data=data, training={"validate_every": 6})) == 0
     loaded = load_model(tmp_path / "run" / "checkpoints" / "step_00000012")
-    assert len(seen) == 2
-    assert seen[1].keys() == loaded.model.state_dict().keys()
-    for name, value in loaded.model.state_dict().items():
-        assert torch.equal(seen[1][name], value), name
-    result = evaluate(loaded.model, loaded.tokenizer, list(read(data["validation"][0])))
-    (_, line) = read_lines(tmp_path / "run" / "validation.jsonl")
-    assert result.errors.wer == line["wer"]
+    untouched = load_model(resolve(base / "base"))
+    lines = read_lines(tmp_path / "run" / "validation.jsonl")
+    assert [line["step"] for line in lines] == [0, 6, 12]
+    # The first is of the model before any step, which is published if no step makes it better.
+    for number, model in ((0, untouched), (2, loaded)):
+        assert seen[number].keys() == model.model.state_dict().keys()
+        for name, value in model.model.state_dict().items():
+            assert torch.equal(seen[number][name], value), name
+        result = evaluate(model.model, model.tokenizer, list(read(data["validation"][0])))
+        assert result.errors.wer == lines[number]["wer"]
+    assert resolve(tmp_path / "run").name == f"step_{min(lines, key=itemgetter('wer'))['step']:08d}"
 
 
 def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path):
@@ -130,7 +137,7 @@ def test_want_of_memory_is_made_good(make_lora_config, make_train_state, batches
 @pytest.mark.extended
 def test_two_processes_publish_merged_weights(make_lora_config, base, tones, tmp_path, strategy):
     data = {"validation": [str(tones / "test.jsonl")]}
-    loop = {"strategy": strategy, "threads": 1, "max_steps": 6}
+    loop = {"strategy": strategy, "threads": 1, "max_steps": 6, "validate_first": False}
     if strategy == "adpsgd":
         loop["gossip"] = GossipConfig(learner_size=1)
     for stop_at in (4, None) if strategy == "fsdp2" else (None,):

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -50,9 +50,10 @@ from effasr.data.filters.rules import (
     rate_outliers,
     text_of,
 )
+from effasr.data.languages import code_or_name
 from effasr.data.locks import writing_alone
 from effasr.data.manifest.clean import Clean
-from effasr.data.manifest.cuts import CUTS_FILE, json_line, prompt_of
+from effasr.data.manifest.cuts import CUTS_FILE, json_line, prompt_of, with_prompt
 from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import (
     CutUtterance,
@@ -104,6 +105,8 @@ class PrepareReport:
     conflicting_texts: int = 0  # lines with another text than an earlier one of the same span
     changed_texts: int = 0  # that come back otherwise from the tokenizer
     unread_fields: dict[str, int] = field(default_factory=dict)  # lines by field, the commonest
+    examples: dict[str, str] = field(default_factory=dict)  # details of the first, by reason
+    mapped_languages: dict[str, int] = field(default_factory=dict)  # lines by language of source
 
 
 def prepare(
@@ -122,6 +125,7 @@ def prepare(
     clean: Clean | None = None,
     channel: Channel | None = None,
     convert: bool = False,
+    language_map: Mapping[str, str] | None = None,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -142,6 +146,7 @@ def prepare(
     utterance that passes the checks, and the tokens of its text; outliers, which are known at the
     end, are among them. So are they among the texts that ``fidelity`` counts.
 
+    ``language_map`` names another language for some: for one that a tokenizer has not, a near one.
     ``channel`` is that of utterances of which the source names none, in place of the mean. With
     ``convert``, ffmpeg reads what soundfile cannot, into FLAC files below OUT/audio. A call that
     was interrupted is continued by the same call: what it measured is in OUT until the end.
@@ -162,7 +167,9 @@ def prepare(
     ):
         selected = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
-        checked = partial(_check, tokenizer, limits, decode, clean, audio)
+        wanted = {code_or_name(name): near for name, near in (language_map or {}).items()}
+        checked = partial(_check, tokenizer, limits, decode, clean, wanted, audio)
+        mapped: Counter[str] = Counter()
         texts: dict[int, int] = {}  # hashes of texts by those of spans
         outcomes = _in_order(checked, utterances, jobs or os.cpu_count() or 1)
         for position, outcome in enumerate(outcomes):
@@ -170,6 +177,7 @@ def prepare(
                 dropped.append((position, outcome))
             else:
                 selected.add(position, outcome)
+                mapped.update(outcome.mapped)
                 text = hash(text_of(outcome.cut))
                 report.conflicting_texts += texts.setdefault(outcome.span, text) != text
                 if fidelity is not None:
@@ -184,6 +192,7 @@ def prepare(
             report.unknown_characters = dict(fidelity.characters.most_common(100))
             report.changed_texts = fidelity.changed
         report.unread_fields = dict(unread.most_common(100))
+        report.mapped_languages = {name: mapped[name] for name in wanted}
         return _write(folder, report, selected, dropped, has_tokens=tokenizer is not None)
 
 
@@ -222,6 +231,7 @@ class _Usable:
     size: int
     unknown: int
     span: int  # number of the part of the recording
+    mapped: tuple[str, ...]  # languages in whose place others are named
 
 
 def _check(
@@ -229,14 +239,17 @@ def _check(
     limits: Limits,
     decode: bool,
     clean: Clean | None,
+    language_map: Mapping[str, str],
     audio: _Audio,
     named_utterance: tuple[str, Utterance],
 ) -> _Usable | Dropped:
     """Check an utterance; run in a thread, as decoding leaves the interpreter free."""
     name, utterance = named_utterance
-    duration = None
+    duration, mapped = None, ()
     try:
         cut = audio.cut(name, utterance)
+        if language_map:
+            cut, mapped = _with_languages(cut, language_map)
         part = AudioSegment.of(cut)
         duration = cut.duration
         if clean is not None:
@@ -266,7 +279,22 @@ def _check(
         len(text_of(cut)) if tokens is None else len(tokens.text),
         0 if tokens is None else tokens.unknown,
         _span(cut, part),
+        mapped,
     )
+
+
+def _with_languages(cut: Cut, language_map: Mapping[str, str]) -> tuple[Cut, tuple[str, ...]]:
+    """Return the cut with the languages of a map, and those that they are in place of."""
+    prompt = prompt_of(cut)
+    codes = code_or_name(prompt.source), code_or_name(prompt.target)
+    mapped = tuple(sorted(language_map.keys() & codes))
+    if not mapped:
+        return cut, mapped
+    source, target = language_map.get(codes[0], codes[0]), language_map.get(codes[1], codes[1])
+    if source == target and prompt.task == "translate":
+        problem = f"the language map makes {target!r} of both languages of a translation"
+        raise RejectedUtterance(Reason.LANGUAGE, problem)
+    return with_prompt(cut, replace(prompt, source=source, target=target)), mapped
 
 
 _MEASURES = 1  # changes when other values are measured
@@ -532,6 +560,7 @@ def _write(
         for _, drop in sorted(dropped, key=itemgetter(0)):
             file.write(drop.json_line())
             report.dropped.add(drop.duration)
+            report.examples.setdefault(drop.reason, f"{drop.id}: {drop.details}")
             report.by_reason.setdefault(drop.reason, Share()).add(drop.duration)
     for share in (
         report.kept,
