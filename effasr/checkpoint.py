@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import shutil
 import textwrap
@@ -133,6 +134,15 @@ def read_description(directory: Path) -> Description:
         ) from None
     except (OSError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def count_parameters(directory: Path) -> int:
+    """Return the number of weights of a model directory, which are not read."""
+    with (
+        _explaining(directory / WEIGHTS) as path,
+        safetensors.safe_open(path, framework="pt") as file,
+    ):
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:

@@ -21,8 +21,9 @@ from effasr.data.statistics.vocabulary import SUBSAMPLINGS, VocabularyChoice, ch
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.process_group import choose_device
 from effasr.planning.listing import PROMPT_TOKENS, TOKENS_PER_SECOND
-from effasr.planning.recipe import LITTLE, RecipeRequest, practice_for, recipe_text
+from effasr.planning.recipe import LITTLE, RecipeRequest, StartModel, practice_for, recipe_text
 from effasr.training.calibration.calibrate import target_bytes
+from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.trial import Request, measure
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
@@ -33,6 +34,8 @@ _SPECIAL_TOKENS = 16  # assumed number of special tokens of a tokenizer; it hard
 WARMUP, TIMED = 4, 8  # steps that are not timed, and those after them that are
 
 _MOST_S = 60.0  # time after which no further step is timed
+
+_LEAST_WITHOUT_SILENCE = 0.25  # hours that teach a Whisper that speech ends without silence
 
 _MOST_MICRO_BATCHES = 4  # of a timed step: an update takes little beside as many
 
@@ -70,11 +73,21 @@ class Initial:
             if not counted.utterances:
                 raise ValueError(f"{manifest}: no utterances to validate on.")
             dev_hours += counted.hours
-        vocabulary, reader, framing = None, None, Framing()
+        vocabulary, reader, framing, start = None, None, Framing(), None
         if init_from is not None:
             source = checkpoint.resolve(str(init_from))
-            framing = checkpoint.read_description(source).model.features.framing
+            features = checkpoint.read_description(source).model.features
             reader = checkpoint.read_tokenizer(source)
+            start = StartModel(
+                path=str(init_from),
+                parameters=checkpoint.count_parameters(source),
+                is_whisper=features.kind == "whisper",
+                silence=features.minimum_s,
+                memory=target_bytes(CalibrationConfig(), choose_device("auto"), os.environ),
+            )
+            if counts.hours >= _LEAST_WITHOUT_SILENCE:
+                features = replace(features, minimum_s=0.0)
+            framing = features.framing
         elif tokenizer.is_dir() and any(tokenizer.iterdir()):
             reader = load_tokenizer(tokenizer)
             framing = _framing_for(counts, reader)
@@ -102,7 +115,7 @@ class Initial:
             frames_per_token=aligned,
             vocabulary=_describe_vocabulary(vocabulary, reader),
             device=choose_device("auto").type,
-            init_from=None if init_from is None else str(init_from),
+            start=start,
         )
         return cls(request, counts, vocabulary, reader, framing, 3600 * dev_hours)
 
@@ -112,26 +125,26 @@ class Initial:
         ratios, request = self.request.frames_per_token, self.request
         if ratios is not None:
             yield guidance.describe_alignment(ratios, self.framing)
-        if ratios is not None and ratios.is_hard and request.init_from is None:
+        if ratios is not None and ratios.is_hard and request.start is None:
             yield from guidance.warn_about_alignment(
                 ratios,
                 self.framing,
                 with_subsampling=lambda other: None,
                 survey=lambda: self.survey,
             )
-        if request.init_from is None and request.hours < LITTLE:
+        if request.start is None and request.hours < LITTLE:
             yield from guidance.fold(
                 "To start from a trained model is better by far with so little speech: "
                 "--init-from MODEL, a run or a model that effasr import made."
             )
-        elif request.init_from is not None:
+        elif request.start is not None:
             yield "fine-tuning, which needs less speech and less time than training from scratch"
 
     def summary(self) -> str:
         request, practice = self.request, self.request.practice
         steps = f"{request.steps:,} steps of {request.step_seconds:.0f} s"
-        if request.init_from is not None:
-            return f"fine-tunes {request.init_from} in {steps}"
+        if request.start is not None:
+            return f"fine-tunes {request.start.path} in {steps}"
         return (
             f"width {practice.width}, {practice.encoder_layers} + {practice.decoder_layers} "
             f"layers, {self.framing.subsampling}x, {request.vocabulary}, {steps}"

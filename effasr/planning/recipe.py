@@ -33,6 +33,8 @@ _MICRO_BATCH_SECONDS = {"cpu": 40.0, "cuda": 960.0}
 _LEAST_STEPS_OF_EPOCH = 8
 _FINE_TUNING_PASSES = 10  # passes over the corpus in fine-tuning: a trained model needs no more
 
+_PATIENCE = 4  # validations without a better result that end a fine-tuning, of about ten
+
 _MOST_STEPS = 300_000
 """Largest number of steps of a run: larger corpora use more ranks instead of more steps."""
 
@@ -99,13 +101,47 @@ def practice_for(hours: float) -> Practice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StartModel:
+    """The model that a recipe fine-tunes."""
+
+    path: str
+    parameters: int
+    is_whisper: bool
+    silence: float  # seconds to which its training extended utterances; 0 for none
+    memory: int  # bytes that training may take on this machine
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of float32 weights with gradients and the moments of AdamW."""
+        return 16 * self.parameters
+
+    @property
+    def needs_adapters(self) -> bool:
+        """Return whether too little memory would remain for activations."""
+        return self.full_bytes > self.memory / 2
+
+    @property
+    def lr(self) -> float:
+        rates = _written()["fine_tuning"]
+        if self.needs_adapters:
+            return rates["adapters"]
+        if not self.is_whisper:
+            return rates["default"]
+        return next(
+            row["lr"]
+            for row in rates["whisper"]
+            if row["under"] is None or self.parameters < row["under"]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeRequest:
     """Inputs of a recipe."""
 
     name: str
     train: Sequence[str]
     dev: Sequence[str]
-    tokenizer: str  # folder; empty with ``init_from``
+    tokenizer: str  # folder; empty with ``start``
     language: str
     hours: float
     utterances: int
@@ -115,7 +151,7 @@ class RecipeRequest:
     frames_per_token: FramesPerToken | None  # None if not known
     vocabulary: str  # in words
     device: str  # cpu or cuda
-    init_from: str | None = None
+    start: StartModel | None = None
 
     @property
     def frames(self) -> tuple[int, int]:
@@ -131,7 +167,7 @@ class RecipeRequest:
 
     @property
     def steps(self) -> int:
-        if self.init_from is None:
+        if self.start is None:
             return self.practice.steps(self.hours)
         steps = _FINE_TUNING_PASSES * self.hours * 3600 / self._batch_seconds
         return int(float(f"{min(max(500, steps), 20_000):.2g}"))
@@ -162,11 +198,17 @@ class RecipeRequest:
 def recipe_text(request: RecipeRequest, time: str | None = None) -> str:
     """Return the recipe as YAML with comments; ``time`` is the expected time in words."""
     steps = request.steps
+    # A fine-tuning has fewer steps, and soon none that is of use.
+    validations, patience = 20, ""
+    if request.start is not None:
+        validations = 10
+        patience = _fill("patience", count=_PATIENCE) if request.dev else ""
     training = _fill(
         "training",
         steps=steps,
         passes=request.audio_hours / request.hours,
-        every=max(1, int(float(f"{steps / 20:.1g}"))),
+        patience=patience,
+        every=max(1, int(float(f"{steps / validations:.1g}"))),
         ema_decay=request.practice.ema_decay(steps),
     )
     return _head(request, time) + _model(request) + training
@@ -179,7 +221,7 @@ def _head(request: RecipeRequest, time: str | None) -> str:
     ]
     if time is not None:
         lines += fold(f"# Expected time: {time}.", COLUMNS, "#   ")
-    if request.init_from is not None:
+    if request.start is not None:
         lines.append("# Fine-tuning: architecture, tokenizer and features are those of the model.")
     else:
         if request.hours < LITTLE:
@@ -196,11 +238,21 @@ def _head(request: RecipeRequest, time: str | None) -> str:
 
 def _model(request: RecipeRequest) -> str:
     """Return the recipe's part on model, data, loss and optimizer."""
-    practice, data = request.practice, _data(request)
-    if request.init_from is not None:
+    practice, data, start = request.practice, _data(request), request.start
+    if start is not None:
+        silence = adapters = ""
+        if start.silence and not request.framing.minimum:
+            silence = _fill("without_silence", seconds=start.silence)
+        if start.needs_adapters:
+            full, memory = start.full_bytes / 1e9, start.memory / 1e9
+            adapters = _fill("adapters", full=full, memory=memory)
         return _fill(
             "fine_tuning",
-            init_from=dump_scalar(request.init_from),
+            init_from=dump_scalar(start.path),
+            millions=start.parameters / 1e6,
+            silence=silence,
+            adapters=adapters,
+            lr=start.lr,
             data=data,
             warmup_steps=max(50, request.steps // 10),
         )

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from effasr import config
+from effasr import checkpoint, config
 from effasr.data.features.frame_geometry import Framing
 from effasr.planning import initial
 from effasr.planning.initial import Initial
-from effasr.planning.recipe import practice_for, practices, recipe_text
+from effasr.planning.recipe import StartModel, practice_for, practices, recipe_text
 from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.untrusted.documents import read_yaml
 
 QUICK = ("training.max_steps=2", "training.device=cpu", "data.workers=0")
 
@@ -161,6 +162,43 @@ def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, t
     assert trained.code == 0, trained.err
     settings = config.load(TrainConfig, tmp_path / "runs/tuned/config.yaml")
     assert settings.model == config.load(TrainConfig, workplace.run / "config.yaml").model
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_whisper", "memory", "lr", "has_adapters"),
+    [
+        (37_800_000, True, 8e9, 3.75e-5, False),
+        (72_600_000, True, 8e9, 2.5e-5, False),
+        (72_600_000, True, 2e9, 3e-4, True),
+        (1_550_000_000, True, 80e9, 4.375e-6, False),
+        (180_000_000, False, 8e9, 2e-5, False),
+    ],
+)
+def test_fine_tuning_follows_the_size_and_the_memory(
+    workplace, tmp_path, parameters, is_whisper, memory, lr, has_adapters
+):
+    folder = workplace.folder
+    made = Initial.of(
+        [folder / "train"], dev=[folder / "dev"], tokenizer=folder, init_from=workplace.run
+    )
+    assert made.request.start is not None
+    model = checkpoint.load_model(checkpoint.resolve(workplace.run)).model
+    assert made.request.start.parameters == sum(p.numel() for p in model.state_dict().values())
+    start = StartModel(
+        path="models/start", parameters=parameters, is_whisper=is_whisper, silence=30.0,
+        memory=int(memory),
+    )  # fmt: skip
+    for framing in (Framing(subsampling=2, minimum=1500), Framing(subsampling=2)):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(recipe_text(replace(made.request, start=start, framing=framing)))
+        settings = read_yaml(path)
+        assert float(settings["optimizer"]["lr"]) == pytest.approx(lr)
+        assert ("lora" in settings) == has_adapters
+        # Without silence only where the audio is counted so.
+        assert ("model" in settings) == (framing.minimum == 0)
+        training = settings["training"]
+        assert training["patience"] == 4
+        assert training["max_steps"] / training["validate_every"] == pytest.approx(10, rel=0.3)
 
 
 def test_a_tokenizer_of_other_languages_is_refused(effasr, workplace, manifest, tmp_path):

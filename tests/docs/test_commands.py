@@ -2,7 +2,7 @@
 
 The words after ``sh`` that open a block say why no test runs its commands (``gpu``, ``download``,
 ``long``), or where `tests/docs/test_run_blocks.py` runs them (``run``, ``run trained``,
-``run chat``).
+``run chat``, ``run whisper``).
 """
 
 import argparse
@@ -29,7 +29,7 @@ PAGES = [
     *(ROOT / "kernels/README.md", ROOT / "CONTRIBUTING.md", ROOT / "csrc/README.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-NEEDS = {"gpu", "download", "long", "run", "run trained", "run chat"}
+NEEDS = {"gpu", "download", "long", "run", "run trained", "run chat", "run whisper"}
 ELSEWHERE = {"arecord", "find", "head", "hf", "sed", "tail", "tensorboard"}
 """Programs of others, whose options are not checked."""
 PLACEHOLDER = "demo"

@@ -3,6 +3,7 @@
 ``run``: in a folder with the two manifests of README.md, "Train on your own recordings".
 ``run trained``: where a model is trained, and with whatever else the commands name.
 ``run chat``: where a speech language model is trained.
+``run whisper``: in a folder with two manifests of a language that the Whisper there has not.
 Settings that make training quick are added to the commands.
 """
 
@@ -12,6 +13,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +25,12 @@ import yaml
 
 from effasr.cli import main as cli
 from effasr.training.calibration.search import MemoryModel
+from effasr.training.run_dir.run_directory import read_lines
 from tests.cli.conftest import RECIPE, write_manifest
 from tests.docs import scripts
 from tests.docs.scripts import ROOT
 from tests.docs.test_commands import PAGES, blocks, split
+from tests.interop.whisper import make_whisper
 from tests.support.chat_folder import write_chat_model
 from tests.support.known_machine import known_machine
 from tests.support.talks import model_mapping, write_talks
@@ -170,6 +174,20 @@ def chat(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
+    """A Whisper with random weights, and recordings of a language that it has not."""
+    pytest.importorskip("ctranslate2")
+    folder = tmp_path_factory.mktemp("new")
+    (folder / "whisper").mkdir()
+    make_whisper(folder / "whisper")
+    for name, count in (("train", 24), ("dev", 4)):
+        write_manifest(folder, name, count)
+        path = folder / f"{name}.jsonl"
+        path.write_text(path.read_text().replace('"lang": "en"', '"lang": "nds"'))
+    return folder
+
+
 def output_of(words: list[str]) -> bytes:
     if words[0] == "arecord":
         samples, _ = soundfile.read("calls/first.wav", dtype="int16")
@@ -186,16 +204,20 @@ def call(words: list[str]) -> int:
     return scripts.run(name, *arguments, *(["--check"] if "generate_tables" in name else []))
 
 
-@pytest.mark.parametrize(("needs", "text"), marked("run trained", "run chat"))
+@pytest.mark.parametrize(("needs", "text"), marked("run trained", "run chat", "run whisper"))
 def test_commands_run(needs, text, request, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "folder"
     shutil.copytree(request.getfixturevalue(needs.split()[1]), folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e4, 10.0))
-    for line in text.splitlines():
+    for line in chain.from_iterable(line.split("&&") for line in text.splitlines()):
         *before, last = split(line)
         if last[0] not in NOT_RUN:
             piped = output_of(before[0]) if before else b""
             monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(piped)))
             assert call(last) == 0, (last, capsys.readouterr().err)
+    if needs == "run whisper":
+        lines = read_lines(folder / "runs/mine/validation.jsonl")
+        assert [line["step"] for line in lines] == [0, 2]
+        assert (folder / "mine/model.bin").is_file()
