@@ -105,7 +105,7 @@ def add(command: AddCommand) -> None:
         help="text (the default), JSON lines with the times of segments, subtitles, or NIST's CTM",
     )
     parser.add_argument("--json", action="store_true", help="the same as --format json")
-    add_fields(parser, "words")
+    add_fields(parser, "words", "timestamps")
     parser.add_argument(
         "--cues", action="store_true", help="with --json, also write the cues that subtitles have"
     )

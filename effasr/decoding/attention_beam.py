@@ -14,6 +14,7 @@ from effasr.decoding.hypothesis import NBest
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.suppression import FORBIDDEN, Suppression
+from effasr.decoding.timestamps import TimestampRules
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.decoder_state import KEPT_SHARE
 from effasr_kernels import PackedSequence
@@ -43,6 +44,9 @@ def attention_beam(
     lm_weight: float = 0.0,
     boost: BoostTree | None = None,
     nbest: int | None = None,  # alternatives of each result, the transcript itself included
+    timestamps: TimestampRules | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[Decoded]:
     """Find a transcript with a high score for each sequence of encoder output.
 
@@ -60,7 +64,10 @@ def attention_beam(
     log-probability of the language model is added (shallow fusion), and so are the bonuses of
     ``boost``, of which unfinished hypotheses are assumed to gain at most that of one more phrase.
     With ``no_repeat_ngram`` n, no token ends an n-gram that its transcript has already. Where every
-    token that the decoder ranks highest would, the transcript ends.
+    token that the decoder ranks highest would, the transcript ends. ``timestamps`` are in the
+    transcripts, and what they rule out has no share of the decoder's probability. With a
+    ``temperature`` and a beam of 1, tokens are drawn, with probability in proportion to the step's
+    own to the power of its inverse.
 
     Wu et al., 2016, https://arxiv.org/abs/1609.08144 (length and coverage penalty); Chorowski and
     Jaitly, 2017, https://arxiv.org/abs/1612.02695 (coverage); Watanabe et al., 2017,
@@ -72,6 +79,10 @@ def attention_beam(
     classes = model.vocab_size if classes is None else classes
     alone = ctc_weight == 0 and lm is None and boost is None and no_repeat_ngram is None
     candidates = min(beam if alone else max(_FEWEST_CANDIDATES, 2 * beam), classes - 1)
+    generator = None
+    if temperature:
+        candidates = classes - 1
+        generator = torch.Generator(encoded.values.device).manual_seed(seed)
     assert model.decoder is not None
     scoring = _Scoring(
         eos_id,
@@ -85,6 +96,9 @@ def attention_beam(
         boost,
         Suppression.from_decoder(model.decoder, classes),
         no_repeat_ngram,
+        timestamps,
+        temperature,
+        generator,
     )
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     # For prompts longer than the shortest, later steps read the rest.
@@ -177,6 +191,9 @@ class _Scoring:
     boost: BoostTree | None
     suppression: Suppression | None
     no_repeat_ngram: int | None
+    timestamps: TimestampRules | None
+    temperature: float
+    generator: torch.Generator | None  # of what is drawn
 
     def rank(self, scores: Tensor, tokens: Tensor, covered: Tensor | float) -> Tensor:
         ranks = scores / ((5 + tokens) / 6) ** self.length_penalty
@@ -190,6 +207,11 @@ class _Scoring:
             score = (1 - self.ctc_weight) * score + self.ctc_weight * of_ctc
         score = score if self.lm is None else score + self.lm_weight * of_lm
         return score if self.boost is None else score + bonuses
+
+    def drawn(self, pool: Tensor, before: Tensor) -> Tensor:
+        """Return ranks (N, K, C) whose largest is a draw: Gumbel's noise is added."""
+        noise = torch.empty_like(pool).exponential_(generator=self.generator).log()
+        return (pool - before[..., None]) / self.temperature - noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +293,8 @@ def _advance(
     count, beam = search.scores.shape
     begins = (search.starts == position).repeat_interleave(beam)
     gains = None if scoring.boost is None else scoring.boost.rows(search.phrases)
-    symbols, steps, end = _candidates(logits, scoring, begins, count, gains)
+    labels = search.labels.flatten(0, 1)
+    symbols, steps, end = _candidates(logits, scoring, begins, labels, count, gains)
     of_decoder = search.of_decoder
     of_decoder = torch.cat([of_decoder[..., None] + steps, (of_decoder + end)[..., None]], -1)
     of_ctc = None
@@ -285,7 +308,7 @@ def _advance(
         chosen_gains = gains[..., : scoring.classes].gather(2, symbols)
         bonuses = bonuses + torch.cat([chosen_gains, gains[..., -1:]], -1)
     pool = scoring.score(of_decoder, of_ctc, of_lm, bonuses)
-    if scoring.suppression is not None:
+    if scoring.suppression is not None or scoring.timestamps is not None:
         pool = pool.masked_fill(of_decoder <= FORBIDDEN / 2, _NONE)
     pool = pool.masked_fill(search.scores[..., None] == _NONE, _NONE)
     if scoring.no_repeat_ngram is not None:
@@ -295,11 +318,14 @@ def _advance(
     pool[..., :-1].masked_fill_(full[:, None, None], _NONE)
     counts = (position + 1 - search.starts).clamp(min=0)
     coverage = search.coverage
-    if coverage is None:
+    if coverage is None and not scoring.temperature:
         scores, chosen = pool.flatten(1).topk(beam)
     else:
         # All have the same number of tokens, so without coverage the scores determine the ranks.
-        ranks = scoring.rank(pool, counts[:, None, None], coverage.shares()[..., None])
+        if coverage is None:
+            ranks = scoring.drawn(pool, search.scores)
+        else:
+            ranks = scoring.rank(pool, counts[:, None, None], coverage.shares()[..., None])
         chosen = ranks.flatten(1).topk(beam).indices
         scores = pool.flatten(1).gather(1, chosen)
     parent, candidate = chosen // pool.shape[-1], chosen % pool.shape[-1]
@@ -334,7 +360,12 @@ def _advance(
 
 
 def _candidates(
-    logits: Tensor, scoring: _Scoring, begins: Tensor, count: int, gains: Tensor | None
+    logits: Tensor,
+    scoring: _Scoring,
+    begins: Tensor,
+    labels: Tensor,
+    count: int,
+    gains: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best tokens, int64 and float64 (N, K, C), and the end's scores, (N, K).
 
@@ -345,6 +376,9 @@ def _candidates(
     if scoring.suppression is not None:
         # Suppression after normalisation, as in transformers: other tokens keep their probability.
         logits = scoring.suppression.applied(logits, begins)
+    if scoring.timestamps is not None:
+        logits = scoring.timestamps.applied(logits, labels)
+        total = logits.logsumexp(-1).double()
     end = logits[:, scoring.eos_id].double() - total
     without_end = logits.index_fill(1, torch.tensor([scoring.eos_id], device=logits.device), _NONE)
     # float64 differences keep the order of the logits; float32 ones might not.

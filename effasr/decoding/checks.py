@@ -62,6 +62,9 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
     if config.no_repeat_ngram is not None:
         remedy = "only the attention decoder loops"
         check(attends, "no_repeat_ngram", rule, config.no_repeat_ngram, remedy)
+    for name in ("timestamps", "temperature"):
+        unset = attends or not getattr(config, name)
+        check(unset, name, rule, getattr(config, name), "only the attention decoder has it")
     if answers:
         heads = "the attention decoder, CTC and transducers"
         check(config.nbest is None, "nbest", rule, config.nbest, f"lists are those of {heads}")

@@ -111,6 +111,11 @@ class DecodingConfig:
             search.
         words: Find when each word is said. None to do so only where it is possible, as subtitles
             do: not in translations, nor in answers of a language model.
+        timestamps: Divide the text into segments by Whisper's tokens of times such as <|2.40|>.
+            With ``words``, a segment has the times of its words. See
+            `effasr.decoding.timestamps.TimestampRules`.
+        temperature: Draws tokens of the attention decoder, with a beam of 1; 0 for the best ones.
+        seed: Of what is drawn.
         confidence: Whether to compute the confidence of each transcript: see
             `effasr.transcription.results.confidence`.
         word_confidence: Also compute the confidence of each word, from the entropy of the model's
@@ -156,6 +161,9 @@ class DecodingConfig:
     corrector_margin: float | None = field(default=None, metadata={"metavar": "M"})
     corrector_source: str | None = field(default=None, metadata={"metavar": "NAME"})
     words: bool | None = False
+    timestamps: bool = False
+    temperature: float = 0.0
+    seed: int = 0
     confidence: bool = False
     word_confidence: bool = field(default=False, metadata={"option": "confidence"})
     calibration: Path | None = None
@@ -204,6 +212,15 @@ class DecodingConfig:
             rule = "be left out without `word_confidence`"
             check(self.word_confidence, "calibration", rule, self.calibration)
         self._check_readers_of_lists()
+        rule, heat = "be 0 with a beam, and at least 0", self.temperature
+        check(heat == 0 or (self.beam == 1 and 0 < heat < math.inf), "temperature", rule, heat)
+        rule = "be left out with `timestamps`"
+        for name, remedy in (("lm", "it has no tokens of times"), ("ctc_weight", "CTC has none")):
+            left_out = not self.timestamps or not getattr(self, name)
+            check(left_out, name, rule, getattr(self, name), remedy)
+        remedy = "no list is one of segments"
+        listed = self.timestamps and (self.nbest or 0) > 1
+        check(not listed, "nbest", rule, self.nbest, remedy)
         rule, per_frame = "be at least 0", self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", rule, per_frame)
 
@@ -272,7 +289,8 @@ class DecodingConfig:
     def is_plain_greedy(self) -> bool:
         """Whether the attention decoder alone takes the best token of each step."""
         alone = self.ctc_weight == 0 and self.lm is None and self.boost is None
-        return self.beam == 1 and alone and self.no_repeat_ngram is None
+        plain = self.no_repeat_ngram is None and not self.timestamps and not self.temperature
+        return self.beam == 1 and alone and plain
 
     def max_tokens(self, frames: int) -> int:
         return int(self.tokens_per_frame * frames) + self.extra_tokens

@@ -21,6 +21,7 @@ from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.tdt_beam import tdt_beam
+from effasr.decoding.timestamps import timestamp_rules, with_parts_of_time, without_context
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import emitted_labels
 from effasr.model.asr import ASRModel
@@ -39,7 +40,8 @@ def decode(
 ) -> list[Decoded]:
     """Encode and decode a batch; the model is in evaluation mode, on the batch's device.
 
-    The result of an utterance does not depend on the others in the batch. ``prompts`` are what the
+    The result of an utterance does not depend on the others in the batch, unless it is drawn with
+    a ``temperature``. ``prompts`` are what the
     attention decoder reads first; those of a language model are in the batch, one of conversations.
     ``lm`` and ``boost`` are the results of `load_lm` and `load_boost`, to read them once for many
     batches; read here by default.
@@ -62,6 +64,10 @@ def decode(
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm, boost)
+        if config.timestamps:
+            stamps = timestamp_rules(model, tokenizer).tokens
+            decoded = [with_parts_of_time(result, stamps) for result in decoded]
+            prompts = [without_context(prompt, stamps) for prompt in prompts]
     else:
         decoded = _aligned(model, method, encoded, config, lm, boost)[:count]
     decoded = with_details(model, method, encoded, prompts, decoded, config, eos_id)
@@ -72,7 +78,7 @@ def decode(
 
 @torch.no_grad()
 def next_token_scores(model: ASRModel, batch: Batch, start: int, tokens: Sequence[int]) -> Tensor:
-    """Return the decoder's logits of these tokens after one, float32 (utterances, tokens)."""
+    """Return the log-probabilities of tokens after one, float32 (utterances, tokens)."""
     encoded = model.encode(batch)
     device, count = encoded.values.device, len(batch.ids)
     layout = PackedLayout.from_lengths(
@@ -80,7 +86,7 @@ def next_token_scores(model: ASRModel, batch: Batch, start: int, tokens: Sequenc
     )
     read = torch.full((count,), start, dtype=torch.int64, device=device)
     hidden, _ = model.decode(PackedSequence(read, layout), encoded)
-    return model.logits(hidden)[:count, list(tokens)].float()
+    return model.logits(hidden)[:count].float().log_softmax(-1)[:, list(tokens)]
 
 
 def _answers(
@@ -170,6 +176,11 @@ def _attention(
     eos_id, classes = tokenizer.eos_id, tokenizer.vocab_size
     if config.is_plain_greedy and lm is None and boost is None:
         return attention_greedy(model, encoded, prompts, limits, eos_id, classes)
+    rules = None
+    if config.timestamps:
+        rules, classes = timestamp_rules(model, tokenizer), model.vocab_size
+        # Without the token for none, times are written.
+        prompts = [[t for t in prompt if t != rules.tokens.without] for prompt in prompts]
     return attention_beam(
         model,
         encoded,
@@ -186,4 +197,7 @@ def _attention(
         lm_weight=config.effective_lm_weight,
         boost=boost,
         nbest=config.nbest,
+        timestamps=rules,
+        temperature=config.temperature,
+        seed=config.seed,
     )

@@ -27,6 +27,21 @@ class Score:
     log_prob: float  # nats, of the whole transcript
     symbols: int  # the tokens, and the end token, if the method has one; at least 1
 
+    def of_tokens(self, count: int) -> Score:
+        """Return the score of some of the tokens if all were equally likely."""
+        return Score(self.log_prob / self.symbols * count, count)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPart:
+    """Tokens ``first:last`` of a text, between two timestamps."""
+
+    start: float  # seconds from the beginning of the audio
+    end: float | None  # None where the text stops before it
+    first: int
+    last: int
+    tokens: tuple[int, ...]  # with their timestamps
+
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
@@ -39,6 +54,7 @@ class Decoded:
     alternatives: tuple[Hypothesis, ...] = ()
     # Of each token, from 0 to 1; None if not requested, or if no path spells the transcript.
     confidences: tuple[float, ...] | None = None
+    parts: tuple[TimedPart, ...] = ()  # by timestamps, which ``tokens`` are without, if requested
 
 
 @torch.no_grad()

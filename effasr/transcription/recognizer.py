@@ -26,6 +26,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decode import decode, next_token_scores
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.lm.loading import load_boost, load_lm
+from effasr.decoding.timestamps import timestamp_rules
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.nn.parameters import evaluating
@@ -54,13 +55,14 @@ from effasr.transcription.recordings import (
 from effasr.transcription.results import (
     Alternative,
     Result,
+    Segment,
     WordConfidence,
     confidence,
     word_confidences,
 )
 from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass
-from effasr.transcription.word_timestamps import Word, word_timestamps
+from effasr.transcription.word_timestamps import Word, count_words, word_timestamps
 
 _WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length
 
@@ -89,6 +91,8 @@ class Recognizer:
         self._detectors = Detectors(config.vad, self.sample_rate)
         self.vad = self._detectors.name
         self.method = check_config(model, self.config)
+        if self.config.timestamps:
+            timestamp_rules(model, tokenizer)
         # The confidence decides with `no_speech`, too.
         judged = self.config.confidence or self.config.no_speech is not None
         self._search = replace(self.config, confidence=judged)
@@ -367,6 +371,7 @@ class Recognizer:
                     piece.words = self._words(piece, result)
                     piece.word_confidences = self._word_confidences(piece, result)
                     self._judge(piece)
+                    piece.segments = self._divided(piece, result)
                     done += self._done(piece)
         except torch.OutOfMemoryError:
             return done, False
@@ -419,6 +424,30 @@ class Recognizer:
         if not self.config.confidence:
             piece.score = None
 
+    def _divided(self, piece: Piece, result: Decoded) -> tuple[Segment, ...]:
+        """Return the segments of a text that has timestamps; none without any text."""
+        rate, request = self.sample_rate, piece.recording.request
+        begin, until = piece.chunk.start / rate, piece.chunk.end / rate
+        spaces, count = request.prompt.target not in WITHOUT_SPACES, 0
+        segments: list[Segment] = []
+        for part in result.parts if piece.text else ():
+            text = self._text(result.tokens[part.first : part.last])
+            first, count = count, count + count_words(text, spaces)
+            if not text:
+                continue
+            words = piece.words and piece.words[first:count]
+            confidences = piece.word_confidences and piece.word_confidences[first:count]
+            start = min(begin + part.start, until)
+            end = until if part.end is None else min(begin + part.end, until)
+            if words:
+                start, end = words[0].start, words[-1].end
+            score = piece.score and piece.score.of_tokens(part.last - part.first)
+            truncated = piece.truncated and part.end is None
+            segment = Segment(start, end, text, truncated, words, score)
+            segment = replace(segment, word_confidences=confidences, channel=request.channel)
+            segments.append(segment)
+        return tuple(segments)
+
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens)).strip()
 
@@ -442,6 +471,7 @@ class Recognizer:
             offset=piece.chunk.start / self.sample_rate,
             until=piece.chunk.end / self.sample_rate,
             spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
+            cuts=[part.first for part in result.parts],
         )
         return tuple(words)
 
@@ -454,6 +484,7 @@ class Recognizer:
             self.tokenizer.decode,
             spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
             calibration=self._calibration,
+            cuts=[part.first for part in result.parts],
         )
 
     def _collated(self, pieces: list[Piece]) -> tuple[Batch, list[list[int]]]:

@@ -56,7 +56,25 @@ class Piece:
     score: Score | None = None
     alternatives: tuple[Alternative, ...] = ()
     word_confidences: tuple[WordConfidence, ...] | None = ()
+    segments: tuple[Segment, ...] = ()  # what timestamps divide the text into
     decoded: bool = False
+
+    def as_segments(self) -> tuple[Segment, ...]:
+        if self.segments:
+            return self.segments
+        rate, channel = self.recording.sample_rate, self.recording.request.channel
+        whole = Segment(
+            self.chunk.start / rate,
+            self.chunk.end / rate,
+            self.text,
+            self.truncated,
+            self.words,
+            self.score,
+            self.alternatives,
+            self.word_confidences,
+            channel=channel,
+        )
+        return (whole,)
 
 
 @dataclass(slots=True)
@@ -106,21 +124,7 @@ class OpenRecording:
     def result(self) -> Result:
         if self.failure is not None:
             return Failure(self.request.id, self.failure)
-        rate = self.sample_rate
-        segments = tuple(
-            Segment(
-                piece.chunk.start / rate,
-                piece.chunk.end / rate,
-                piece.text,
-                piece.truncated,
-                piece.words,
-                piece.score,
-                piece.alternatives,
-                piece.word_confidences,
-                channel=self.request.channel,
-            )
-            for piece in self.pieces
-        )
+        segments = tuple(segment for piece in self.pieces for segment in piece.as_segments())
         prompt = self.request.prompt
         space = "" if prompt.target in WITHOUT_SPACES else " "
         text = space.join(segment.text for segment in segments if segment.text)

@@ -87,10 +87,11 @@ def word_confidences(
     *,
     spaces: bool = True,
     calibration: ConfidenceCalibration | None = None,
+    cuts: Sequence[int] = (),
 ) -> tuple[WordConfidence, ...]:
     words = []
     places = [(n, n + 1) for n in range(len(tokens))]
-    for group in word_groups(tokens, places, decode, spaces):
+    for group in word_groups(tokens, places, decode, spaces, cuts):
         value = min(confidences[group.first : group.last])
         value = value if calibration is None else calibration(value)
         words += [WordConfidence(text, value) for text in group.texts]

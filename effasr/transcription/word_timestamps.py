@@ -44,6 +44,7 @@ def word_timestamps(
     offset: float = 0.0,
     until: float = math.inf,  # end of the audio; no word ends later
     spaces: bool = True,
+    cuts: Sequence[int] = (),  # places of tokens that begin a word in any case, in order
 ) -> list[Word]:
     """Join tokens to words, and find the time of each, in order and without overlap.
 
@@ -53,7 +54,7 @@ def word_timestamps(
     start this much before their first frame, but not before the last frame of the previous word.
     A word ends where the next one or a pause starts. Words of one token share its time.
     """
-    groups = word_groups(tokens, spans, decode, spaces)
+    groups = word_groups(tokens, spans, decode, spaces, cuts)
     centres = [group.first * frame_seconds for group in groups]
     # Each boundary is midway between the last frame of the previous word and the frame after it.
     lasts = [(group.last - 0.5) * frame_seconds for group in groups]
@@ -114,9 +115,17 @@ class WordGroup:
 
 
 def word_groups(
-    tokens: Sequence[int], spans: Sequence[Span], decode: Callable[[list[int]], str], spaces: bool
+    tokens: Sequence[int],
+    spans: Sequence[Span],
+    decode: Callable[[list[int]], str],
+    spaces: bool,
+    cuts: Sequence[int] = (),
 ) -> list[WordGroup]:
     """Join tokens to words."""
+    if cuts:
+        bounds = itertools.pairwise([0, *cuts, len(tokens)])
+        parts = [(tokens[a:b], spans[a:b]) for a, b in bounds]
+        return [group for part in parts for group in word_groups(*part, decode, spaces)]
     groups: list[WordGroup] = []
     pieces, begun = _pieces(decode(list(tokens)), spaces), 0
     for index, (first, last) in enumerate(spans):
@@ -173,6 +182,10 @@ def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:
         if run == hops:
             return min(latest, max(earliest, (hop + 1 - hops) * HOP_SECONDS))
     return latest
+
+
+def count_words(text: str, spaces: bool) -> int:
+    return len(_pieces(text, spaces))
 
 
 def _pieces(text: str, spaces: bool) -> list[str]:

@@ -78,7 +78,7 @@ SURFACE = {
     "transcribe": [
         *RUN, *AVERAGED, "FILE...", "--manifest MANIFEST", *PROMPT, "--track N",
         "--channel N", "--per-channel", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
-        "--cues", "--line-width N", "--lines N", "--cue-seconds S",
+        "--timestamps", "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, *BOOST, "--nbest N",
         *SECOND_PASS, *CORRECTOR,

@@ -13,9 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import collate
+from effasr.data.tokenizer import WhisperTokenizer
 from effasr.decoding.attention_alignment import align_by_attention, alignment_weights
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.continuous_batching.engine import attention_greedy
+from effasr.decoding.timestamps import TimestampRules
 from effasr.interop.huggingface.checkpoint import export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens
 from effasr.interop.huggingface.whisper import WHISPER
@@ -31,6 +33,7 @@ from effasr.nn.stack import apply_activation_checkpointing
 from tests.interop.whisper import (
     EOS,
     SECONDS,
+    make_timed_whisper,
     make_tokenizer,
     make_whisper,
     spoken,
@@ -153,11 +156,11 @@ def test_the_encoder_attends_without_positions_and_is_one_graph(checkpoint, prom
     torch.testing.assert_close(compiled(batch).values, expected)
 
 
-def generated(theirs, checkpoint, example):
+def generated(theirs, checkpoint, example, **options):
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
     features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt").input_features
     read, count = torch.tensor([example.prompt]), len(example.prompt)
-    (tokens,) = theirs.generate(features, decoder_input_ids=read, max_length=40).tolist()
+    (tokens,) = theirs.generate(features, decoder_input_ids=read, max_length=40, **options).tolist()
     tokens = tokens[count:] if tokens[:count] == example.prompt else tokens
     return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
 
@@ -221,6 +224,24 @@ def test_transcripts_are_those_of_generate(checkpoint, theirs, prompt):
             assert item.tokens
             assert item.tokens[0] != first
             assert always not in item.tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("latest_initial", [None, 5])
+def test_timestamps_are_those_of_generate(latest_initial, tmp_path, prompt):
+    """Token for token; texts have several parts, as positions are most of what the decoder sees."""
+    theirs = make_timed_whisper(tmp_path, latest_initial)
+    stamps = WhisperTokenizer(tmp_path).timestamps
+    model, read = load(tmp_path, SECONDS), prompt[:-1]
+    examples = spoken(range(3_000, 33_000, 2_000), read)
+    expected = [
+        generated(theirs, tmp_path, example, return_timestamps=True) for example in examples
+    ]
+    rules = TimestampRules(stamps, EOS, latest_initial)
+    parts = model, model.encode(packed(model, examples, static=False)), [read] * len(examples)
+    limits = [40 - len(read)] * len(examples)
+    result = attention_beam(*parts, limits, EOS, beam=1, timestamps=rules)
+    assert [list(item.tokens) for item in result] == expected
 
 
 def test_what_is_imported_is_exported_bit_by_bit(checkpoint, tmp_path):

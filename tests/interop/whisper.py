@@ -69,6 +69,24 @@ def make_whisper(folder, **changes):
     return model
 
 
+@torch.no_grad()
+def make_timed_whisper(folder, latest_initial=None):
+    """Write another one, and return it, whose texts have many timestamps.
+
+    Their places depend on the audio, as its decoder sees more of positions than of tokens.
+    """
+    first = make_tokenizer().token_to_id("<|0.00|>")
+    barred = [7, *range(EOS + 1, first)]
+    model = make_whisper(folder, suppress_tokens=barred, begin_suppress_tokens=[220])
+    model.model.decoder.embed_positions.weight.mul_(30)
+    model.model.decoder.embed_tokens.weight.mul_(0.2)
+    model.generation_config.no_timestamps_token_id = first - 1
+    model.generation_config.max_initial_timestamp_index = latest_initial
+    model.generation_config.is_multilingual = True
+    model.save_pretrained(folder)
+    return model
+
+
 def spoken(lengths, prompt):
     """Noise of so many samples, each with another text."""
     random = np.random.default_rng(1)

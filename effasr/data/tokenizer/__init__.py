@@ -23,7 +23,7 @@ from effasr.data.tokenizer.hugging_face import (
 from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
 from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
 from effasr.data.tokenizer.training import train_tokenizer
-from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
+from effasr.data.tokenizer.whisper import TimestampTokens, WhisperTokenizer, is_whisper
 from effasr.untrusted.documents import WRONG_VALUES
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "NoTokenizer",
     "ParakeetTokenizer",
     "SentencePieceTokenizer",
+    "TimestampTokens",
     "Tokenizer",
     "UnknownLanguageError",
     "WhisperTokenizer",

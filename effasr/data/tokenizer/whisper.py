@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,27 @@ from effasr.data.tokenizer.hugging_face import TIMESTAMP, HuggingFaceTokenizer
 
 _START, _EOS, _NOTIMESTAMPS = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
 _TASKS = {"transcribe": "<|transcribe|>", "translate": "<|translate|>"}
-_PREVIOUS = "<|startofprev|>"
+_PREVIOUS, _NO_SPEECH = "<|startofprev|>", ("<|nospeech|>", "<|nocaptions|>")
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _GPT2_EOS = 50_256
 _TRANSLATION = "en"
+
+
+@dataclass(frozen=True, slots=True)
+class TimestampTokens:
+    """Tokens of the times in a window, 0.02 s apart, and of the prompt that concern them.
+
+    All classes of a model after those of its prompts are times, which tokenizers need not list.
+    """
+
+    start: int  # the first of a prompt, but for earlier text
+    without: int  # the last of a prompt, after which a text has no times
+    first: int  # that of the beginning of the window
+    previous: int | None  # before earlier text
+    no_speech: int | None
+
+    def seconds_of(self, token: int) -> float:
+        return round((token - self.first) * 0.02, 2)
 
 
 class WhisperTokenizer(HuggingFaceTokenizer):
@@ -52,6 +70,14 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         }
         self.specials = {**self.specials, **timestamps}
         self._silent = {*timestamps.values()}
+        no_speech = (vocabulary[name] for name in _NO_SPEECH if name in vocabulary)
+        self.timestamps = TimestampTokens(
+            start=vocabulary[_START],
+            without=vocabulary[_NOTIMESTAMPS],
+            first=vocabulary[_NOTIMESTAMPS] + 1,
+            previous=vocabulary.get(_PREVIOUS),
+            no_speech=next(no_speech, None),
+        )
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `Tokenizer.encode`."""
