@@ -1,15 +1,13 @@
-"""Which cases `make test` and `make test-processes` run, and processes that need no imports."""
+"""Which cases `make test` and `make test-processes` run."""
 
 import ast
-import os
 import re
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.preloaded import ROOT, Preloaded
+from tests.support.preloaded import ROOT
 
 CASES = """
 import pytest
@@ -92,34 +90,3 @@ def test_test_processes_runs_all_tests_that_start_ranks():
 def matches(name: str, entry: str) -> bool:
     """Whether an argument of pytest has a test: it names the test, its file or a folder of it."""
     return re.match(rf"{re.escape(entry)}(/|::|$)", name) is not None
-
-
-def start(*arguments: str, **options: bool) -> Preloaded:
-    variables = {**os.environ, "OF_THIS_ALONE": "yes"}
-    return Preloaded("tests.architecture.preloaded_program", *arguments, env=variables, **options)
-
-
-def test_a_preloaded_process_is_as_one_of_its_own():
-    process = start("ends", "with spaces")
-    out, error = process.communicate(timeout=120)
-    name, parent, leader, arguments, variable, folder, loaded, *later = out.splitlines()
-    assert (process.returncode, error) == (3, "to standard error\n")
-    assert name == "__main__"
-    assert int(parent) == os.getpid()
-    assert int(leader) == os.getpgid(0)
-    assert arguments == "['ends', 'with spaces']"
-    assert variable == "yes"
-    assert folder == str(ROOT)
-    assert loaded == "True"
-    # At its end it waits for its threads, and then calls exit functions.
-    assert later == ["another thread", "an exit function"]
-
-
-def test_a_preloaded_process_gets_signals():
-    with start("waits", new_session=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        assert process.poll() is None
-        assert os.getpgid(process.pid) == process.pid
-        process.kill()
-        assert process.wait(timeout=120) == -signal.SIGKILL

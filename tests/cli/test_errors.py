@@ -7,24 +7,6 @@ from effasr.training.run_dir.run_directory import read_lines
 
 CHINESE = {"text": "你好世界"}
 
-BAD_AUDIO = {
-    "gone.wav": "there is no such file",
-    "garbage.wav": "not a readable audio file",
-    "garbage.flac": "not a readable audio file",
-    "empty.wav": "the file is empty",
-    "no-samples.wav": "the file holds no samples",
-    "cut-short.flac": "the audio is damaged",
-}
-
-
-def test_a_budget_for_nothing_leaves_the_list_alone(train, tmp_path):
-    failed = train("data.frame_budget=2")
-    assert failed.code == 2
-    assert "no utterance can be trained on (24 dropped; the first: " in failed.error
-    (listed,) = (tmp_path / "runs").rglob("*.*")
-    assert listed.name == "dropped.jsonl"
-    assert len(read_lines(listed)) == 24
-
 
 @pytest.mark.parametrize(
     ("lines", "message"),
@@ -49,18 +31,6 @@ def test_a_wrong_manifest(effasr, workplace, train, manifest, tmp_path, lines, m
     failed = train(f"data.train={path}")
     assert failed.code == 2
     assert (message if lines else "no utterance can be trained on (0 dropped)") in failed.error
-
-
-@pytest.mark.parametrize("name", BAD_AUDIO)
-def test_training_on_bad_audio_alone(train, manifest, recordings, name):
-    path = manifest({"audio_filepath": str(recordings / name), "duration": None})
-    failed = train(f"data.train={path}")
-    assert failed.code == 2
-    *_, line = failed.err.splitlines()
-    assert BAD_AUDIO[name] in line
-    # What is damaged behind a sound header shows when training has begun.
-    assert failed.err.count("effasr train: ") == 1
-    assert "Traceback" not in failed.err
 
 
 def test_prepare_with_nothing_left(effasr, workplace, manifest, tmp_path):
@@ -92,13 +62,6 @@ def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(train
     assert 0 < len(lines) < 24
     assert {line["reason"] for line in lines} == {"over_model_length"}
     assert limit.partition("=")[0].rpartition(".")[2] in lines[0]["details"]
-
-
-def test_a_run_goes_on_only_with_its_own_model(effasr, workplace):
-    failed = effasr("train", workplace.recipe, "model.encoder.width=32")
-    assert failed.code == 2
-    assert "`model.encoder.width` must stay 16, as in the checkpoint of this run" in failed.error
-    assert "training.restart=true" in failed.error
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,6 @@ def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog):
     assert "- Weights: the mean of the last 2 checkpoints" in text
 
 
-@pytest.mark.parametrize("seconds", [1e9, 4e9])
-def test_the_age_of_results_does_not_matter(effasr, run, tmp_path, seconds):
-    """Copies have other ages, and the clock may have been set between training and evaluation."""
-    os.utime(run / "evaluation" / "dev" / "wer.json", (seconds, seconds))
-    assert effasr("export", run, tmp_path / "hf").code == 0
-    assert front(tmp_path / "hf" / "README.md")["model-index"]
-
-
 def test_a_card_written_by_hand_is_left_alone(effasr, run, tmp_path):
     readme = tmp_path / "hf" / "README.md"
     assert effasr("export", run, tmp_path / "hf").code == 0

@@ -79,20 +79,6 @@ def test_the_command_prints_the_script(effasr):
     assert effasr("completion").out == completion.script(build_parser())
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_report_is_folded_to_a_width(width):
-    note = "; ".join(f"backend_{n}: does not support dropout of keys" for n in range(9))
-    rows = (
-        Row("system", "platform", "x" * 45, "note"),
-        Row("operations", "attention, relative on cpu", "reference", note),
-    )
-    text = Report(rows).text(width)
-    assert max(map(len, text.splitlines())) <= width
-    cells = "".join(line.split("|")[3].strip() + " " for line in text.splitlines() if "|" in line)
-    assert note in " ".join(cells.split())
-    assert "x" * 30 in text
-
-
 def test_what_all_operations_of_a_device_share_is_said_once():
     rows = tuple(
         Row("operations", f"{name} on {device}", "reference", f"triton: no GPU; cpp: {reason}")

@@ -1,13 +1,8 @@
 """Models, devices and files that cannot be used: one line that says what to do."""
 
-import json
 import shutil
 
 import pytest
-import torch
-
-from effasr.checkpoint import load_model, save_model
-from effasr.training.run_dir.run_directory import read_lines
 
 
 @pytest.mark.parametrize(
@@ -57,42 +52,3 @@ def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tm
     assert done.err == "effasr evaluate: 50 utterances failed and are not counted\n"
     assert "50 failed and are not counted" in done.out
     assert "  and 30 more\n" in done.out
-
-
-def test_one_bad_file_does_not_keep_the_others_from_being_transcribed(
-    effasr, workplace, recordings, monkeypatch
-):
-    monkeypatch.setenv("PATH", "")
-    (recordings / "nothing").mkdir()
-    names = ("gone.wav", "garbage.wav", "empty.wav", "nothing")
-    files = (recordings / names[0], workplace.wav, *(recordings / name for name in names[1:]))
-    failed = effasr("transcribe", "--run", workplace.run, *files)
-    assert failed.code == 1
-    assert [line.split("\t")[0] for line in failed.out.splitlines()] == [workplace.wav]
-    lines = failed.err.splitlines()
-    assert lines[:4] == [
-        f"effasr transcribe: {recordings}/gone.wav: there is no such file.",
-        f"effasr transcribe: {recordings}/garbage.wav: not a readable audio file: "
-        "Format not recognised. ffmpeg might read it, but is not on the PATH: install it.",
-        f"effasr transcribe: {recordings}/empty.wav: the file is empty.",
-        f"effasr transcribe: {recordings}/nothing: a folder without recordings.",
-    ]
-    assert lines[-1].endswith(", 4 failed")
-    told = effasr("transcribe", "--run", workplace.run, "--json", *files)
-    assert told.code == 1
-    assert told.out.count('"error"') == 4
-    assert len([row for row in map(json.loads, told.out.splitlines()) if "text" in row]) == 1
-
-
-def test_a_loss_that_is_not_finite_names_the_utterances(train, model, tmp_path):
-    loaded = load_model(model)
-    with torch.no_grad():
-        loaded.model.decoder.embed_tokens.weight[5] = torch.inf
-    save_model(model, loaded.model, loaded.tokenizer)
-    failed = train(f"init_from={model}", "data.tokenizer=''", "data.validation=[]")
-    assert failed.code == 1
-    assert "Traceback" not in failed.err
-    last = failed.err.splitlines()[-1]
-    assert "failed: step 1: the loss is not finite; utterances: train-" in last
-    (line,) = read_lines(tmp_path / "runs" / "first" / "skipped.jsonl")
-    assert line["utterances"]

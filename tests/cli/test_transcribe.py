@@ -100,18 +100,6 @@ def test_subtitles_have_the_times_of_words(effasr, workplace):
         assert not any("estimated" in cue for cue in row["cues"])
 
 
-def test_linked_folders_are_entered_once(effasr, workplace, folder, tmp_path):
-    (tmp_path / "more").mkdir()
-    shutil.copy(workplace.wav, tmp_path / "more" / "c.wav")
-    for name, target in (("0", folder / "deep"), ("more", tmp_path / "more"), ("loop", folder)):
-        (folder / name).symlink_to(target)
-    done = effasr("transcribe", "--run", workplace.run, folder)
-    assert names(done) == [str(folder / name) for name in ("a.wav", "deep/b.WAV", "more/c.wav")]
-    # A pattern enters no link.
-    done = effasr("transcribe", "--run", workplace.run, f"{folder}/**/*.[wW]*")
-    assert names(done) == [str(folder / name) for name in ("a.wav", "deep/b.WAV")]
-
-
 def test_going_on_where_it_was_left(effasr, workplace, folder, tmp_path):
     out = tmp_path / "out"
     command = ("transcribe", "--run", workplace.run, "--output", out, folder)

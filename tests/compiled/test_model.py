@@ -4,30 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from effasr.data.batch import Batch
 from effasr_kernels import PackedSequence
 from effasr_kernels.runtime import torch_op
 from effasr_kernels.runtime.launch import recording
 from effasr_kernels.testing import aot
+from tests.gpu.live_memory import Sizes
 from tests.gpu.small_training import SHAPE, make_batch, make_train_state
-
-
-class Sizes(TorchDispatchMode):
-    """Writes down the bytes of each result, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.found.append((str(func), x.numel() * x.element_size()))
-        return result
 
 
 @pytest.fixture
@@ -53,7 +37,7 @@ def test_a_step_launches_and_allocates_the_same_for_every_batch(position: str) -
             losses = train_state.model(batch, label_smoothing=0.1, guided_sigma=0.2)
             (losses.cross_entropy + losses.ctc + losses.guided).backward()
         train_state.model.zero_grad()
-        seen.append(([aot.key(x) for x in launches], [x.grid for x in launches], sizes.found))
+        seen.append(([aot.key(x) for x in launches], [x.grid for x in launches], sizes.bytes))
     # The first step also makes tables that are kept.
     keys, grids, found = seen[1]
     assert len(keys) > 20

@@ -59,14 +59,6 @@ def test_the_tail_of_a_static_shape_is_empty():
     assert {layout.num_sequences for layout in layouts} == {4}
 
 
-def test_no_utterance_at_all_is_a_batch_of_tails():
-    batch = collated([], StaticShape(10, 8, 4))
-    assert batch.audio.values.shape == (14 * 1280,)
-    assert batch.tokens.layout.total == 0
-    assert (batch.targets == IGNORED).all()
-    assert (batch.num_targets, batch.audio_seconds, batch.ids) == (0, 0.0, ())
-
-
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=6))
 def test_audio_always_fits_where_its_frames_do(samples):
     frames = sum(map(Framing().frames, samples))

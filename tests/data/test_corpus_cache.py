@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from effasr.data.config import DataConfig
-from effasr.data.filters.config import FilterConfig, TooManyDropped
+from effasr.data.filters.config import FilterConfig
 from effasr.data.index import corpus_cache
 from effasr.data.index.corpus import Corpus
 from effasr.data.index.corpus_cache import CorpusCache
@@ -260,20 +260,6 @@ def test_a_manifest_that_changes_while_it_is_read(nemo, tokenizer, folder, monke
     assert not list(folder.glob("*.corpus"))
 
 
-def test_a_long_reading_says_how_far_it_is(nemo, tokenizer, folder, monkeypatch):
-    monkeypatch.setattr(corpus_cache, "_NOTE_EVERY_S", 0.0)
-    notes = []
-    load(nemo(3), tokenizer, None, notes)
-    assert len(notes) == 1
-    assert notes[0].startswith("reading manifests: 3 utterances, ")
-
-
-def test_a_file_is_no_folder(nemo, tokenizer, folder):
-    folder.write_text("")
-    with pytest.raises(ValueError, match=r"`cache` must be a folder, but .*/cache is not one"):
-        load(nemo(3), tokenizer, folder, [])
-
-
 def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(nemo, tokenizer, folder):
     manifest, notes = nemo(3), []
     used = load(manifest, tokenizer, folder, notes)
@@ -307,12 +293,3 @@ def test_a_clock_that_was_set_back_removes_older_files_and_not_the_new_one(nemo,
         assert load(manifest, tokenizer, folder, notes, max_duration=20.0).name(2) == "u2"
     assert not was_read(notes)
     assert len(list(folder.glob("*.corpus"))) == 3
-
-
-def test_that_nothing_is_left_is_kept_as_well(nemo, tokenizer, folder):
-    manifest, notes = nemo(3), []
-    for expected in (True, False):
-        with pytest.raises(TooManyDropped, match=r"\(3 dropped; the first: ") as caught:
-            load(manifest, tokenizer, folder, notes, min_duration=5.0)
-        assert [drop.id for drop in caught.value.dropped] == ["u0", "u1", "u2"]
-        assert was_read(notes) is expected

@@ -9,10 +9,6 @@ import soundfile
 
 from effasr.data.demo import corpus, render
 from effasr.data.demo.corpus import DemoCorpus, build
-from effasr.data.demo.plan import SPLITS
-from effasr.data.manifest import reader
-from effasr.data.manifest.cuts import prompt_of
-from effasr.data.prompt import Prompt
 from tests.support.corpora import read_lines
 
 SMALL: dict[str, Any] = {"utterances": 12, "seed": 1}
@@ -69,17 +65,6 @@ def test_german_audio_is_transcribed_and_translated(multilingual: DemoCorpus) ->
     assert len(set(ids)) == len(ids)
 
 
-def test_the_data_layer_reads_it(multilingual: DemoCorpus) -> None:
-    cuts = {cut.id: cut for cut in reader.iterate(multilingual.dev)}
-    assert len(cuts) == multilingual.statistics["dev"].rows
-    for row in read_lines(multilingual.dev):
-        cut = cuts[row["id"]]
-        assert cut.supervisions[0].text == row["text"]
-        assert prompt_of(cut) == Prompt(
-            row["lang"], row["target_lang"], row["task"], punctuation=False
-        )
-
-
 def test_statistics_and_sample(english: DemoCorpus) -> None:
     train = english.statistics["train"]
     assert (train.rows, train.recordings, train.voices) == (12, 12, 12)
@@ -132,15 +117,6 @@ def test_an_interrupted_build_is_rebuilt(english, tmp_path, monkeypatch) -> None
     assert not (root / "train.jsonl").exists()
     build(root, **SMALL)
     assert contents(root) == contents(english.root)
-
-
-def test_other_arguments_replace_an_earlier_corpus(english: DemoCorpus, tmp_path: Path) -> None:
-    root = copy(english, tmp_path)
-    replaced = build(root, utterances=8, seed=1)
-    assert replaced.statistics["train"].recordings == 8
-    for split in SPLITS:
-        named = {row["audio_filepath"] for row in read_lines(root / f"{split}.jsonl")}
-        assert named == {f"{split}/audio/{p.name}" for p in (root / split / "audio").iterdir()}
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -49,14 +49,6 @@ def test_nothing_is_lost_or_drawn_twice_and_shares_do_not_drift(corpus):
     assert sum((even - usual).values()) + sum((usual - even).values()) < 130
 
 
-def test_an_epoch_depends_on_its_arguments_alone(corpus):
-    lengths, sources = corpus
-    item, same = (even_population(lengths, sources, QUOTAS, seed=1, epoch=9) for _ in range(2))
-    assert (item == same).all()
-    other = even_population(lengths, sources, QUOTAS, seed=2, epoch=9)
-    assert sorted(item.tolist()) != sorted(other.tolist())
-
-
 def test_sources_without_a_quota_are_not_drawn(corpus):
     lengths, sources = corpus
     even = even_population(lengths, sources, (0, 9_000, 0), seed=1, epoch=2)

@@ -3,7 +3,6 @@ import pytest
 from effasr.data.audio.augmentation.clips import Clips
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.reader import read
-from effasr.data.prompt import Prompt
 from tests.support.corpora import write_tone
 
 
@@ -62,16 +61,6 @@ def test_kaldi_folder(tmp_path):
     assert (prompt_of(first).source, prompt_of(second).source) == ("en", "de")
 
 
-def test_audio_with_text_beside_it(tmp_path):
-    for name in ("b/two.flac", "a/one.wav"):
-        path = write_tone(tmp_path / name, 0.5)
-        path.with_suffix(".txt").write_text(f" {path.stem}\nmore \n")
-    first, second = read(tmp_path, language="de")
-    assert [cut.id for cut in (first, second)] == ["one", "two"]
-    assert first.supervisions[0].text == "one more"
-    assert prompt_of(first).source == "de"
-
-
 def test_linked_folders_are_entered_once(tmp_path):
     corpus, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
     for path in (corpus / "b/one.wav", elsewhere / "two.wav", corpus / ".hidden/three.wav"):
@@ -85,27 +74,3 @@ def test_linked_folders_are_entered_once(tmp_path):
         str(corpus / "linked/two.wav"),
     ]
     assert len(Clips.load([corpus], "noise").samples) == 2
-
-
-def test_transcripts_of_librispeech_in_a_linked_folder(tmp_path):
-    write_tone(tmp_path / "elsewhere/1-2-0000.flac", 0.5)
-    (tmp_path / "elsewhere/1-2.trans.txt").write_text("1-2-0000 ONE TWO\n")
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus/1").symlink_to(tmp_path / "elsewhere")
-    (cut,) = read(tmp_path / "corpus")
-    assert (cut.id, cut.supervisions[0].text) == ("1-2-0000", "ONE TWO")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "text", "prompt"),
-    [
-        ("metadata.csv", 'file_name,text,lang\na.wav,"a, b",de\n', "a, b", Prompt("de", "de")),
-        ("metadata.csv", "\ufefffile_name,transcription\na.wav,one\n", "one", Prompt()),
-        ("metadata.csv", "file_name,text,lang,task,pnc\na.wav,one,,,\n", "one", Prompt()),
-        ("metadata.jsonl", '{"file_name": "a.wav", "transcription": "one"}', "one", Prompt()),
-    ],
-)
-def test_hugging_face_audio_folder(tmp_path, name, content, text, prompt):
-    write_tone(tmp_path / "a.wav", 0.5)
-    (cut,) = read(write(tmp_path, {name: content}))
-    assert (cut.supervisions[0].text, prompt_of(cut)) == (text, prompt)

@@ -1,6 +1,5 @@
 """Manifests and folders as people have them: every row and every recording is kept or listed."""
 
-import gzip
 import json
 import shutil
 import unicodedata
@@ -110,28 +109,10 @@ def test_parts_of_a_recording(tmp_path, suffix, names) -> None:
     assert dropped == []
 
 
-def test_a_huge_field_is_listed(folder, tmp_path) -> None:
-    huge = "x" * 200_000
-    (folder / "metadata.csv").write_text(f'file_name,text\nc0.wav,"a, {huge}"\nc1.wav,b\n')
-    kept, dropped = prepared(folder, tmp_path)
-    assert texts(kept) == ["b"]
-    assert [row["id"] for row in dropped][:2] == ["metadata.csv:2", "c0"]
-
-
 def test_columns_that_are_not_read_are_named(folder, tmp_path, caplog) -> None:
     (folder / "metadata.csv").write_text("file_name,text,begin_s,up_votes\nc0.wav,a,1.0,2\n")
     prepared(folder, tmp_path)
     assert "metadata.csv: columns that are not read: 'begin_s'." in caplog.text
-
-
-def test_ljspeech(tmp_path) -> None:
-    folder = tmp_path / "set"
-    for number in range(2):
-        write(folder / "wavs" / f"LJ{number}.wav", 300 + 100 * number)
-    (folder / "metadata.csv").write_text("LJ0|Dr. A|Doctor A\nLJ1|b|b\nLJ9|c|c\n")
-    selected, dropped = prepared(folder, tmp_path)
-    assert (texts(selected), [hertz(cut) for cut in selected]) == (["Doctor A", "b"], [300, 400])
-    assert [row["reason"] for row in dropped] == ["missing_audio"]
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
@@ -162,36 +143,6 @@ def test_every_recording_of_a_folder_is_kept_or_listed(tmp_path) -> None:
     assert sorted(texts(selected)) == sorted(suffixes)
     reasons = {row["id"]: row["reason"] for row in dropped}
     assert reasons == {"video": "unreadable_audio", "without": "malformed_row"}
-
-
-@pytest.mark.parametrize("separator", [" ", "\t", "  "])
-@pytest.mark.parametrize("suffix", ["wav", "flac", "mp3"])
-def test_librispeech(tmp_path, suffix, separator) -> None:
-    folder = tmp_path / "set"
-    for number in range(3):
-        write(folder / "84" / f"84-{number}.{suffix}", 300)
-    (folder / "84" / "84.trans.txt").write_text(f"84-0{separator}A B\n84-1{separator}C\n")
-    selected, dropped = prepared(folder, tmp_path)
-    assert texts(selected) == ["A B", "C"]
-    assert [(row["id"], row["reason"]) for row in dropped] == [("84-2", "malformed_row")]
-
-
-SUBTITLES = {
-    "srt": "1\n00:00:00,000 --> 00:00:01,000\nOne <i>two</i>.\n\n2\n00:00:01,000 --> 00:00:02,000\n"
-    "Three\nfour.\n",
-    "vtt": "WEBVTT\n\nNOTE a note\n\n00:00.000 --> 00:01.000 align:start\nOne two.\n\n"
-    "00:01.000 --> 00:02.000\nThree\nfour.\n",
-    "ctm": "talk 1 0.0 0.4 One\ntalk 1 0.5 0.5 two.\ntalk 1 1.7 0.2 Three\ntalk 1 1.9 0.1 four.\n",
-}
-
-
-@pytest.mark.parametrize("kind", SUBTITLES)
-def test_subtitles_beside_a_recording(tmp_path, kind) -> None:
-    folder = talk(tmp_path / "set" / "talk.wav", 300, 500).parent
-    (folder / f"talk.{kind}").write_text(SUBTITLES[kind])
-    selected, dropped = prepared(folder, tmp_path)
-    assert (texts(selected), dropped) == (["One two.", "Three four."], [])
-    assert [hertz(cut) for cut in selected] == [300, 500]
 
 
 @pytest.mark.parametrize("channels", [(0, 1), ("A", "B"), ([0], [1])])
@@ -258,18 +209,6 @@ def test_a_text_has_the_span_of_its_supervision(tmp_path, line, expected) -> Non
         loudest, duration = expected
         assert [cut.duration for cut in selected] == [pytest.approx(duration)]
         assert not loudest or hertz(selected[0]) == loudest
-
-
-def test_recordings_and_supervisions(tmp_path) -> None:
-    folder = talk(tmp_path / "set" / "r.wav", 300, 500, 700).parent
-    cut = supervised(1.0, 1.0)
-    lines = [cut["supervisions"][0], cut["supervisions"][0] | {"id": "t", "recording_id": "q"}]
-    for kind, rows in (("recordings", [cut["recording"]]), ("supervisions", lines)):
-        with gzip.open(folder / f"corpus_{kind}_train.jsonl.gz", "wt") as file:
-            file.write("\n".join(map(json.dumps, rows)))
-    selected, dropped = prepared(folder, tmp_path)
-    assert [(hertz(cut), cut.duration) for cut in selected] == [(500, 1.0)]
-    assert "recording 'q' is not in the recordings" in dropped[0]["details"]
 
 
 NAMES = ["na\u00efve caf\u00e9.wav", "sub/a.wav", "b.wav", "c d.wav"]

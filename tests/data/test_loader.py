@@ -50,24 +50,6 @@ def test_a_resumed_run_sees_the_same_batches(make, workers):
             assert_equal(expected, got)
 
 
-def test_every_batch_has_the_same_shape(make):
-    steps = take(make(), 6)
-    shapes = {
-        tuple(tensor.shape for tensor in tensors(batch)) for step in steps for batch in step.batches
-    }
-    assert len(shapes) == 1
-
-
-def test_a_step_holds_the_same_utterances_on_any_number_of_ranks(make):
-    alone = take(make(), 3)
-    for world_size in (2, 4):
-        ranks = [take(make(rank=rank, world_size=world_size), 3) for rank in range(world_size)]
-        for number, expected in enumerate(alone):
-            parts = [steps[number].batches for steps in ranks]
-            together = [batch.ids for shares in zip(*parts, strict=True) for batch in shares]
-            assert together == [batch.ids for batch in expected.batches]
-
-
 def test_parts_of_steps_can_be_asked_for_in_any_order(make):
     """As learners do that take what comes next."""
     whole = take(make(), 3)
@@ -149,16 +131,6 @@ def test_other_strategies_load_exact_sizes(make, strategy):
         assert_equal(expected, got)
 
 
-def test_padded_batches_are_as_wide_as_their_longest(make):
-    step = take(make(strategy="random", padded=True), 1)[0]
-    plain = take(make(strategy="random"), 1)[0]
-    for wide, exact in zip(step.batches, plain.batches, strict=True):
-        assert wide.ids == exact.ids
-        assert wide.frames.lengths == (max(exact.frames.lengths),) * len(exact.ids)
-        assert (wide.num_frames, wide.num_tokens) == (exact.num_frames, exact.num_tokens)
-    assert sum(b.frames.rows for b in step.batches) > sum(b.num_frames for b in step.batches)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"strategy": "random"}, {"strategy": "random", "padded": True}]
 )
@@ -215,13 +187,6 @@ def test_audio_that_breaks_can_be_skipped(make, tmp_path):
     assert {drop.reason for drop in skipped} == {"missing_audio"}
     assert not ids & gone
     assert all(drop.audio.endswith(f"{drop.id}.wav") for drop in skipped)
-
-
-def test_loading_leaves_the_global_generator_alone(make):
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    take(make(workers=1), 1)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @reads_proc

@@ -10,13 +10,6 @@ def mix(**fields):
     return configuration.from_mapping(MixConfig, fields)
 
 
-def test_shares_follow_the_hours_to_the_power_of_the_temperature():
-    sources = {"en": "en.jsonl", "de": "de.jsonl"}
-    assert shares(mix(sources=sources), [90, 10]) == pytest.approx((0.9, 0.1))
-    assert shares(mix(sources=sources, temperature=0.5), [90, 10]) == pytest.approx((0.75, 0.25))
-    assert shares(mix(sources=sources, temperature=0.0), [90, 10]) == pytest.approx((0.5, 0.5))
-
-
 NESTED = {
     "temperature": 0.5,
     "sources": {

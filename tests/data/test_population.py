@@ -97,15 +97,6 @@ def test_an_epoch_may_have_any_number_of_hours() -> None:
     assert all(row.realised == pytest.approx(row.asked, abs=0.02) for row in summary.rows)
 
 
-def test_a_full_epoch_has_every_utterance_once() -> None:
-    sources, amounts = corpus((9, 4))
-    config = MixConfig(sources={"a": "a", "b": "b"}, temperature=0.0, epoch="full")
-    mixture = Mixture.of(config, sources, amounts)
-    assert mixture.populations(sources, amounts, seed=0) is None
-    summary = mixture.summary(mixture.count(sources, amounts, np.arange(13)))
-    assert [row.realised for row in summary.rows] == pytest.approx([r.asked for r in summary.rows])
-
-
 def test_the_table_shows_what_was_asked_and_what_was_drawn() -> None:
     sources = np.array([0, 0, 1], dtype=np.uint16)
     amounts = np.array([16_000 * 1800, 16_000 * 1800, 16_000 * 3600], dtype=np.int32)

@@ -128,14 +128,6 @@ def test_rate_outliers_are_dropped(nemo, tmp_path):
     assert line["audio"].endswith("u17.wav")
 
 
-def test_a_language_with_more_characters_has_rates_of_its_own(nemo, tmp_path):
-    manifest = nemo(1)
-    (row,) = read_lines(manifest)
-    rows = [row | {"text": "一二", "lang": "zh"}] * 90 + [row | {"text": "one and two"}] * 2
-    report = prepare(write_lines(manifest, rows), tmp_path / "out")
-    assert report.kept.utterances == 92
-
-
 def test_limits_and_progress(nemo, tmp_path):
     seen = []
     limits = Limits(min_duration=0.6, max_duration=1.0)

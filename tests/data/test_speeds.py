@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lhotse import MonoCut, Recording
 
 from effasr.data.audio.speed_perturbation import duration_at, load_at, name_at
-from effasr.data.audio.waveform import load_audio, read_audio, samples_in
+from effasr.data.audio.waveform import load_audio, samples_in
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
@@ -117,16 +117,6 @@ def test_rates_and_ctc_are_those_of_the_copy(nemo, tokenizer):
     assert "u0_sp0.5" not in infeasible
 
 
-def test_the_fingerprint_follows_the_speeds(nemo, tokenizer):
-    manifest = nemo(4)
-    prints = [
-        load(manifest, tokenizer, speed_perturbation=speeds).fingerprint
-        for speeds in ((1.0,), SPEEDS, (1.1, 1.0, 0.9), (0.9, 1.0), (1.0, 1.00001))
-    ]
-    assert len(set(prints)) == len(prints)
-    assert load(manifest, tokenizer).fingerprint == prints[1]
-
-
 def test_shares_of_sources_count_the_hours_of_the_copies(nemo, tokenizer):
     manifest = str(nemo(7))
     config = DataConfig(
@@ -152,11 +142,3 @@ def test_a_plan_lists_what_training_reads(nemo, tokenizer):
         assert chosen.seconds.sum() == pytest.approx(corpus.seconds)
         assert [d.details for d in chosen.dropped] == [d.details for d in corpus.dropped]
     assert listing.by_text == 21
-
-
-def test_reading_at_a_speed_resamples_once(tmp_path):
-    """From 44.1 kHz, the result is that of one resampling by the product of both ratios."""
-    path = write_tone(tmp_path / "a.wav", 0.5, rate=44_100)
-    direct = read_audio(path, 16_000 / 1.1)
-    cut = Recording.from_file(path).to_cut()
-    assert np.array_equal(load_at(cut, 1.1), direct[: samples_in(0.5, 16_000 / 1.1)])

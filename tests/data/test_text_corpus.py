@@ -3,7 +3,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 from effasr import config as configuration
 from effasr.data.batch import IGNORED
@@ -179,14 +178,6 @@ def test_what_cannot_be_trained_on_is_listed(tmp_path, bilingual):
         load(write_lines(tmp_path / "q.jsonl", rows[1:-1]), bilingual, max_positions=20)
 
 
-def test_the_fingerprint_follows_texts_and_order(manifest, bilingual):
-    first = load(manifest, bilingual).fingerprint
-    assert load(manifest, bilingual).fingerprint == first
-    lines = manifest.read_text().splitlines()
-    manifest.write_text("\n".join(reversed(lines)))
-    assert load(manifest, bilingual).fingerprint != first
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -217,13 +208,6 @@ def test_the_first_line_tells_what_a_manifest_is(manifest, nemo, tmp_path):
     other["target_text"] = other.pop("text")
     (tmp_path / "other.jsonl").write_text(json.dumps(other))
     assert next(pairs(tmp_path / "other.jsonl")).text == "zero"
-
-
-def test_an_empty_batch_is_all_tail(manifest, bilingual):
-    batch = load(manifest, bilingual).batch(np.arange(0))
-    assert batch.num_targets == batch.num_frames == 0
-    assert batch.source is not None
-    assert torch.equal(batch.targets, torch.full_like(batch.targets, IGNORED))
 
 
 def test_the_source_of_a_line_chooses_the_expert(tmp_path, bilingual):

@@ -11,9 +11,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.loader import Loader
 from effasr.data.manifest.reader import iterate, read
-from effasr.data.statistics.survey import survey
 from effasr.planning.listing import read_listing, select
-from effasr.training.fault_tolerance.oom_recovery import split
 from tests.support.corpora import dropped, load_corpus, read_lines, write_lines, write_tone
 
 SHAPE = StaticShape(frame_budget=40, token_budget=30, max_sequences=5)
@@ -127,15 +125,6 @@ def test_a_batch_reserves_rows_for_labels():
         collate(full, SHAPE, eos_id=1, pad_id=0)
 
 
-def test_a_batch_without_text_can_be_split():
-    noise = np.random.default_rng(0).normal(size=9_000).astype(np.float32)
-    examples = [Example(str(n), noise[: 4000 * (n + 1)], [], None) for n in range(2)]
-    batch = collate(examples, SHAPE, eos_id=1, pad_id=0)
-    first, second = split(batch)
-    assert first.num_targets + second.num_targets == batch.num_targets == batch.num_frames
-    assert second.num_targets == second.num_frames
-
-
 def test_every_kind_of_manifest_may_lack_texts(half, tmp_path):
     def texts(path):
         return {cut.id: cut.supervisions[0].text for cut in iterate(path, untranscribed=True)}
@@ -179,9 +168,3 @@ def test_a_plan_counts_frames_alone(half, tmp_path):
         file.write("1.5\n2.5\n")
     rows = read_listing([tmp_path / "durations.txt.gz"], limits=config.limits())
     assert rows.texts.tolist() == [0, 0]
-
-
-def test_a_survey_counts_texts_alone(half):
-    result = survey([half], untranscribed=True)
-    assert result.utterances == 5
-    assert len(result.languages["en"].texts) == 5

@@ -51,26 +51,6 @@ def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeyp
     assert len(rows) < alone
 
 
-@pytest.mark.parametrize("options", [{"beam": 4}, {"beam": 3, "ctc_weight": 0.3}])
-def test_pages_change_nothing(options, examples, model, tokenizer, monkeypatch) -> None:
-    expected = decode_all(examples, model, tokenizer, **options)
-    new_state, kinds = Decoder.new_state, []
-
-    def paged(*arguments, **others):
-        state = new_state(*arguments, **{**others, "paged": True})
-        kinds.append(type(state.self_cache))
-        return state
-
-    monkeypatch.setattr(Decoder, "new_state", paged)
-    assert decode_all(examples, model, tokenizer, **options) == expected
-    assert kinds == [PagedCache]
-
-
-def test_joint_scores_with_a_beam_of_one(examples, model, tokenizer) -> None:
-    joint = decode_all(examples, model, tokenizer, beam=1, ctc_weight=0.5)
-    assert joint != decode_all(examples, model, tokenizer, beam=1)
-
-
 CACHES = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 
 

@@ -129,21 +129,6 @@ def test_finished_utterances_leave_and_others_enter(kind, model, tokenizer) -> N
     assert len(seen) < sum(len(item.prompt) + item.limit for item in MIXED) / 2
 
 
-@EVERY_KIND
-def test_each_step_says_a_token(kind, model, tokenizer) -> None:
-    engine = Engine(model, tokenizer.eos_id, slots=4, max_frames=50, **KINDS[kind])
-    steps, run = [], engine._run
-    engine._run = lambda: steps.append(1) or run()
-    longest = {}
-    for first, prompts in enumerate([(2, 10, 1, 5), (9, 9, 9, 9)]):
-        message = [Said(n, 30, tuple(range(3, 3 + length)), 3) for n, length in enumerate(prompts)]
-        _submit(engine, message, 4 * first)
-        result = dict(engine.results())
-        longest[first] = max(len(item.tokens) + (not item.truncated) for item in result.values())
-    queued = engine._readback._ahead
-    assert len(steps) <= sum(longest.values()) + 2 * queued
-
-
 @pytest.mark.parametrize("prompts", [(1, 1, 1), (1, 2, 1)])
 def test_prompts_of_one_token_are_not_read_before_the_first_step(
     prompts, model, tokenizer, monkeypatch
@@ -156,18 +141,6 @@ def test_prompts_of_one_token_are_not_read_before_the_first_step(
     result = dict(engine.results())
     assert rows == ([] if max(prompts) == 1 else [(0, 1, 0)])
     assert result == {n: alone(model, item, tokenizer.eos_id) for n, item in enumerate(each_item)}
-
-
-@EVERY_KIND
-def test_an_engine_can_be_used_again(kind, model, tokenizer) -> None:
-    engine = Engine(model, tokenizer.eos_id, slots=3, max_frames=50, **KINDS[kind])
-    assert list(engine.results()) == []
-    expected = [alone(model, item, tokenizer.eos_id) for item in MIXED]
-    assert {result.truncated for result in expected} == {False, True}
-    for _ in range(2):
-        _submit(engine, MIXED)
-        result = dict(engine.results())
-        assert [result[name] for name in range(len(MIXED))] == expected
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the order of sums is MKL's")
@@ -223,20 +196,6 @@ def test_logits_are_the_same_to_the_bit_in_any_company(
     ]:
         for name, rows in states(names, slots).items():
             assert torch.equal(rows, together[name]), name
-
-
-def test_half_precision_is_that_of_autocast(model, tokenizer) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        engine = Engine(model, tokenizer.eos_id, slots=3, max_frames=50)
-    assert engine._state.sizes.dtype == torch.bfloat16
-    _submit(engine, MIXED)
-    result = dict(engine.results())
-    assert sorted(result) == list(range(len(MIXED)))
-    plain = [alone(model, item, tokenizer.eos_id) for item in MIXED]
-    first = [
-        result[n].tokens[:1] == item.tokens[:1] for n, item in enumerate(plain) if MIXED[n].frames
-    ]
-    assert sum(first) > len(first) / 2
 
 
 def test_the_narrow_precision_of_a_decoder_shares_the_rest(model) -> None:

@@ -10,7 +10,7 @@ from effasr.decoding.language_model import engine as engine_module
 from effasr.decoding.language_model.cache import CachedConversations
 from effasr.decoding.language_model.engine import ConversationEngine, answers
 from effasr.nn.cache.paged import most_pages
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels import PackedLayout
 from tests.support.speech_llm import (
     FAMILIES,
     VOCABULARY,
@@ -184,40 +184,6 @@ def test_slots_are_refilled(slots, beam, paged, monkeypatch):
         batch = make_conversation_batch([item])
         (alone,) = answers(model, batch, [limit_of(number)], STOPS, **options)
         assert result[item.id] == alone, number
-
-
-@PAGED
-def test_a_refilled_row_forgets_what_it_held(paged):
-    """Logits after another conversation are those of an empty cache; other rows do not change."""
-    model = speech_llm("gemma", seed=1).language_model
-    torch.manual_seed(0)
-    width = model.embed_tokens.weight.shape[1]
-    long, short, other = (torch.randn(n, width) for n in (40, 5, 23))
-
-    def packed(*pieces):
-        return PackedSequence(torch.cat(pieces), PackedLayout.from_lengths(list(map(len, pieces))))
-
-    with torch.no_grad():
-        used = CachedConversations(model, 2, torch.float32, paged=paged)
-        used.reserve(5, 48)
-        used.admit([0, 1], packed(long, other))
-        used.read([4, 9])
-        used.release([0])
-        used.read([0, 11])
-        used.admit([0], packed(short))
-        alone = CachedConversations(model, 1, torch.float32)
-        alone.admit([0], packed(short))
-        selected = CachedConversations(model, 1, torch.float32)
-        selected.admit([0], packed(other))
-        for token in (9, 11):
-            selected.read([token])
-        for _ in range(3):
-            torch.testing.assert_close(used.logits()[0], alone.logits()[0], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(used.logits()[1], selected.logits()[0], atol=1e-5, rtol=1e-5)
-            used.read([6, 8])
-            alone.read([6])
-            selected.read([8])
-    assert used.lengths == [8, 28]
 
 
 def test_few_rows_are_read_together(monkeypatch):

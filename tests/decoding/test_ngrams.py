@@ -188,15 +188,6 @@ def test_words_are_found_without_punctuation_and_in_other_cases(lm) -> None:
     assert len(set(lm.word_ids("the cat sat's"))) == 3
 
 
-def test_words_may_have_spaces_beyond_those_of_ascii(path) -> None:
-    text = ARPA.format(a="bonjour\u00a0!", b="\u3000", c="d").replace("\n", "\r\n")
-    path.write_bytes(text.encode())
-    lm = load_word_ngrams(path)
-    assert set(lm._ids) == {"</s>", "bonjour\u00a0!", "\u3000", "d"}
-    first, second = lm._ids["bonjour\u00a0!"], lm._ids["\u3000"]
-    assert lm.log_prob([-1, first], second) == pytest.approx(-0.1 * math.log(10))
-
-
 def whole(words: WordNgrams, text: str) -> float:
     """The log-probability of a text and its end."""
     (result,) = words.log_probs([("", text)])
@@ -211,16 +202,6 @@ def test_a_text_has_the_score_of_its_words_and_its_end(words, tokenizer) -> None
     expected = [whole(words, text) for text in texts]
     assert log_probs_of_texts(lm, ids) == pytest.approx(expected)
     assert len({round(item, 6) for item in expected}) > 15
-
-
-def test_any_tokens_have_the_score_of_what_they_spell(words, tokenizer) -> None:
-    """Tokens of a search in any order, also those that begin no word after nothing."""
-    lm, draw = WordFusion(words, tokenizer), random.Random(1)
-    special = set(tokenizer.specials.values())
-    plain = [n for n in range(tokenizer.vocab_size) if n not in special]
-    rows = [draw.choices(plain, k=n % 12) for n in range(60)]
-    expected = [whole(words, tokenizer.decode(row)) for row in rows]
-    assert log_probs_of_texts(lm, rows) == pytest.approx(expected)
 
 
 def test_long_texts_are_scored_by_their_last_words(words, tokenizer) -> None:

@@ -69,14 +69,6 @@ def test_no_utterance_and_no_audio(name, models, examples, tokenizer) -> None:
         assert results[1] == Decoded(())
 
 
-@pytest.mark.parametrize("name", ["lstm", "lstm beam", "stateless beam", "tdt", "tdt beam"])
-def test_half_precision(name, models, examples, tokenizer) -> None:
-    kind, options = SEARCHES[name]
-    with torch.autocast("cpu", torch.bfloat16):
-        results = decode_all(examples, models[kind], tokenizer, **options)
-    assert any(result.tokens for result in results)
-
-
 def test_results_keep_no_graph(examples, model, tokenizer) -> None:
     seen = []
     hook = model.encoder.register_forward_hook(lambda _, __, out: seen.append(out))

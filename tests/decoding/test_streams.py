@@ -135,16 +135,6 @@ def test_a_stream_has_the_hypotheses_of_the_whole_utterance(kind, chunk, seed) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_search_follows_frames_only_on_request(kind) -> None:
-    head, encoded = case(kind)
-    requested, plain = (whole(kind, head, encoded, with_frames=on) for on in (True, False))
-    assert plain == requested
-    assert all(len(item.frames) == len(item.tokens) for best in requested for item in best)
-    assert any(item.tokens for best in plain for item in best)
-    assert not any(item.frames for best in plain for item in best)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_are_final_stay(kind) -> None:
     """The rest are the hypotheses that begin so, and their scores continue from the likeliest."""
     head, encoded = case(kind, seed=1)

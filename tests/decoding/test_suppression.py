@@ -10,7 +10,6 @@ import torch
 
 from effasr.decoding.attention_beam import attention_beam, repeats_ngram
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
-from effasr.decoding.suppression import FORBIDDEN, Suppression
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder, DecoderConfig
 from effasr_kernels import PackedLayout, PackedSequence, pack
@@ -94,19 +93,6 @@ def test_a_beam_keeps_to_what_is_allowed(options, model, tokenizer, encoded) -> 
     if not options:
         narrow = attention_beam(barred, encoded, PROMPTS, limits, eos, beam=1)
         assert [list(item.tokens) for item in narrow] == greedy(barred, encoded, eos)
-
-
-def test_logits_and_what_there_is_to_suppress() -> None:
-    decoder = Decoder(DecoderConfig(width=8, layers=1, heads=2, feed_forward=8), 12)
-    assert Suppression.from_decoder(decoder) is None
-    config = dataclasses.replace(decoder.config, suppress=(3, 11), begin_suppress=(3, 5))
-    decoder = Decoder(config, 12)
-    # Of the classes that are tokens only; what is never written needs no second rule.
-    result = Suppression.from_decoder(decoder, classes=10)
-    assert result is not None
-    assert (result.always.tolist(), result.begin.tolist()) == ([3], [5])
-    logits = result.applied(torch.zeros(2, 10), torch.tensor([True, False]))
-    assert (logits == FORBIDDEN).nonzero().tolist() == [[0, 3], [0, 5], [1, 3]]
 
 
 @pytest.mark.parametrize(

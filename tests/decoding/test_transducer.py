@@ -89,22 +89,6 @@ def test_a_new_stream_skips_no_frames_for_the_one_before() -> None:
     assert results[1] == results[0]
 
 
-@pytest.mark.parametrize("kind", ["lstm", "stateless", "context 3"])
-@pytest.mark.representative(kind="context 3")
-@torch.no_grad()
-def test_a_beam_of_one_is_greedy(kind) -> None:
-    compared = set()
-    for seed in range(4):
-        head = head_of(kind, seed, blank=2.0)
-        encoded = make_frames(5, 0, 1, 12, 3, 0, seed=seed)
-        unbounded = transducer_greedy(head, encoded, 100)
-        result = transducer_texts(head, encoded, 1, [50] * 6)
-        # A frame may go on for ever.
-        assert result == [text[:50] for text in unbounded]
-        compared |= set(map(tuple, result))
-    assert len(compared) > 5, "the test needs different texts"
-
-
 def likelihood(head: Transducer, encoded: PackedSequence, texts: list[list[int]]) -> float:
     """By the loss: the sum over all paths."""
     labels = pack([torch.tensor(text, dtype=torch.int64) for text in texts])

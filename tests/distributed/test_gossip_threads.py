@@ -162,16 +162,6 @@ def test_a_slow_learner_does_not_hold_up_the_others():
     assert fleet.gossips[1].counters().staleness_max <= 2
 
 
-def test_drained_learners_begin_anew_and_nothing_is_taken_twice():
-    fleet = Fleet(3, delay_s=0.001)
-    expected = fleet.sum()
-    for cycle in range(4):
-        steps = [10 + 5 * ((n + cycle) % 3) for n in range(3)]
-        fleet.run(fleet.train(steps.__getitem__, 1.0))
-        expected += 10 + 15 + 20
-        assert fleet.sum() == pytest.approx(expected, rel=1e-6)
-
-
 def test_what_is_not_taken_at_a_drain_is_kept_for_later():
     fleet = Fleet(2)
     for gossip in fleet.gossips:

@@ -95,15 +95,6 @@ def test_runs_side_by_side(effasr, tmp_path):
     assert "dev" not in effasr("compare", tmp_path / "second", "--set", "test").out
 
 
-def test_a_folder_of_results_is_a_system_too(tmp_path):
-    save(evaluated([("One", "one")]), tmp_path / "system" / "dev")
-    (item,) = read_run(tmp_path / "system" / "dev")
-    assert (item.system, item.set_name) == ("system", "dev")
-    assert "100.00" in compare([item])
-    (anew,) = read_run(tmp_path / "system" / "dev", "basic")
-    assert "100.00" not in compare([anew])
-
-
 def test_a_folder_with_another_name_than_its_set_names_the_system(tmp_path, monkeypatch):
     done = evaluated([("one", "one")])
     save(done, tmp_path / "a" / "evaluation" / "dev")

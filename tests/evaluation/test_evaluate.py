@@ -15,7 +15,6 @@ from effasr.evaluation.result import (
     free_set_name,
     merge,
     save,
-    set_name,
 )
 from effasr.evaluation.tables import report, wer_table, worst_table
 from effasr.evaluation.wer import count_errors
@@ -74,15 +73,6 @@ def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts, 
         u.hypothesis for u in evaluation.utterances
     ]
     assert evaluation.audio_seconds == pytest.approx(sum(cut.duration for cut in cuts))
-
-
-def test_prompts_are_those_of_the_cuts(evaluation, model, tokenizer, cuts):
-    """The same audio in another language is decoded otherwise."""
-    changed = cuts[5].with_id("changed")
-    changed.custom = {**cuts[5].custom, "target_lang": "en", "task": "translate"}
-    (other,) = evaluate(model, tokenizer, [changed]).utterances
-    assert other.group == "de->en"
-    assert other.hypothesis != evaluation.utterances[5].hypothesis
 
 
 def test_the_rate_is_that_of_the_pairs(evaluation):
@@ -158,14 +148,6 @@ def test_parts_merge_to_the_whole(evaluation, model, tokenizer, cuts):
         merge([parts[0], Evaluation("none")])
     with pytest.raises(ValueError, match="must share one normaliser"):
         merge([])
-
-
-def test_parts_take_about_the_same_time(cuts):
-    parts = [shard(cuts, rank, 2) for rank in range(2)]
-    assert sorted(cut.id for part in parts for cut in part) == sorted(cut.id for cut in cuts)
-    lengths = [sum(cut.duration for cut in part) for part in parts]
-    assert abs(lengths[0] - lengths[1]) <= max(cut.duration for cut in cuts)
-    assert shard(cuts[:1], 1, 2) == []
 
 
 def test_without_cuts_or_words_there_is_no_rate(model, tokenizer):
@@ -252,14 +234,6 @@ def test_tables():
     assert worst_table(result, count=1).count("REF:") == 1
     assert report(result) == wer_table(result)
     assert report(result, 2) == worst_table(result, 2) + "\n" + wer_table(result)
-
-
-@pytest.mark.parametrize(
-    ("manifest", "name"),
-    [("data/dev", "dev"), ("d/dev/", "dev"), ("a/dev.v2.jsonl", "dev.v2"), ("c.jsonl.gz", "c")],
-)
-def test_a_set_is_called_after_its_manifest(manifest, name):
-    assert set_name(manifest) == name
 
 
 def test_sets_of_one_name_are_numbered_whatever_the_others_are_called():

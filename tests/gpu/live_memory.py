@@ -1,5 +1,6 @@
 """How much memory is made in a block: by allocations, which a CPU has as a GPU has."""
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,3 +28,18 @@ class Live(TorchDispatchMode):
         self._made = {key: x for key, x in self._made.items() if not x[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._made.values()))
         return out
+
+
+class Sizes(TorchDispatchMode):
+    """Writes down the bytes of each result of the dispatcher's operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.bytes.append((str(func), x.numel() * x.element_size()))
+        return result

@@ -1,6 +1,5 @@
 """`transducer_loss` in Triton, whose nodes are divided on the device: the host reads no length."""
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from torch import Tensor
 from effasr_kernels import PackedLayout, transducer_loss
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.triton import backend, fold
-from effasr_kernels.transducer_loss.triton.division import DeviceLattices, strides
-from effasr_kernels.transducer_loss.triton.plan import Cost, Room, first_nodes
+from effasr_kernels.transducer_loss.triton.division import strides
+from effasr_kernels.transducer_loss.triton.plan import Room
 from tests.gpu.live_memory import Live
 from tests.support.loss_calls import LEAVES, assert_agrees, gradients, transducer_arguments
 
@@ -146,51 +145,6 @@ def test_memory_is_that_of_the_workspace_and_the_capacity(device: torch.device) 
     fixed = 3 * arguments["weight"].nbytes
     assert 4 * nodes * classes > 2 * size
     assert live.peak <= given + fixed + size + 16 * nodes + 2**13, (live.peak, given)
-
-
-def test_chunks_cover_every_frame_once(device: torch.device) -> None:
-    """For random lengths, and capacities that are filled, or not."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda most, n: torch.randint(most, (n,), generator=generator).tolist()
-    several = 0
-    for trial in range(24):
-        count = 1 + draw(6, 1)[0]
-        frames, labels = draw(12, count), draw(6, count)
-        states = [n + 1 for n in labels]
-        of_frames = PackedLayout.from_lengths(frames, device, static_max_seqlen=12)
-        of_labels = PackedLayout.from_lengths(labels, device, static_max_seqlen=5)
-        offsets = of_frames.cu_seqlens, of_labels.cu_seqlens, first_nodes(of_frames, of_labels)
-        sizes = [t * s for t, s in zip(frames, states, strict=True)]
-        capacity = max(1, sum(sizes) + (trial % 2) * draw(50, 1)[0])
-        layouts = of_frames.rewritable(), of_labels.rewritable()
-        lattices = DeviceLattices(*layouts, offsets, capacity)
-        (group,) = lattices.groups(Cost(1), 1, Cost(1), 1 + draw(60, 1)[0])
-        rows = [n for n in range(count) for _ in range(frames[n])]
-        frame = node = 0
-        for chunk in group.chunks:
-            numbers = [
-                int(getattr(chunk, name))
-                for name in (
-                    *("first_frame", "frames", "first_node", "nodes"),
-                    *("first_sequence", "sequences", "first_state", "states"),
-                )
-            ]
-            used = rows[frame : frame + numbers[1]]
-            assert numbers[:4] == [frame, len(used), node, sum(states[n] for n in used)]
-            if used:
-                inside = range(used[0], used[-1] + 1)
-                first_state = [0, *accumulate(states)][used[0]]
-                expected = [used[0], len(inside), first_state, sum(states[n] for n in inside)]
-                assert numbers[4:] == expected
-            room = chunk.room
-            assert numbers[3] <= room.nodes
-            assert numbers[1] <= room.frames
-            assert numbers[5] <= room.sequences
-            assert numbers[7] <= room.states
-            frame, node = frame + numbers[1], node + numbers[3]
-        assert (frame, node) == (sum(frames), sum(sizes))
-        several += len(group.chunks) > 2
-    assert several > 8
 
 
 def test_strides_are_equal_and_fit() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from effasr_kernels import PackedLayout, transducer_loss
+from effasr_kernels import transducer_loss
 from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.lattice import occupancies
@@ -99,41 +99,6 @@ def test_lattice_against_float64(
     atol = 2e-6 * max(1.0, ((frames + labels) / 360) ** 0.5)
     for x, y in zip(planes, expected, strict=True):
         torch.testing.assert_close(x.cpu().double().view_as(y), y, rtol=0, atol=atol)
-
-
-def test_groups_and_chunks_cover_every_frame_once() -> None:
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda most, n: torch.randint(most, (n,), generator=generator).tolist()
-    for trial in range(200):
-        n = draw(6, 1)[0] + (trial > 0)
-        frames, labels = draw(12, n), draw(6, n)
-        layouts = PackedLayout.from_lengths(frames), PackedLayout.from_lengths(labels)
-        lattices = Lattices(*layouts)
-        cost = Cost(2, 3, 5)
-        sizes = 1 + draw(400, 1)[0], 1 + draw(200, 1)[0]
-        groups = list(lattices.groups(cost, sizes[0], cost, sizes[1]))
-        assert sum(x.sequences for x in groups) == n
-        frame = node = 0
-        for group in groups:
-            assert (group.first_frame, group.first_node) == (frame, node)
-            for chunk in group.chunks:
-                assert (chunk.first_frame, chunk.first_node) == (frame, node)
-                assert chunk.frames > 0
-                last = chunk.first_sequence + chunk.sequences
-                assert layouts[0].cu_seqlens_host[chunk.first_sequence] <= frame
-                inside = range(chunk.first_sequence, last)
-                assert chunk.states == sum(labels[n] + 1 for n in inside)
-                assert chunk.room == (chunk.nodes, chunk.frames, chunk.sequences, chunk.states)
-                rows = [n for n in range(n) for _ in range(frames[n])]
-                used = rows[frame : frame + chunk.frames]
-                assert chunk.nodes == sum(labels[n] + 1 for n in used)
-                touched = {n for n in used}
-                needed = 2 * chunk.nodes + 3 * chunk.frames
-                needed += 5 * sum(labels[n] + 1 for n in touched)
-                assert chunk.frames == 1 or needed <= sizes[1]
-                frame, node = frame + chunk.frames, node + chunk.nodes
-        assert frame == sum(frames)
-        assert node == lattices.nodes[-1]
 
 
 @pytest.mark.parametrize(

@@ -34,19 +34,6 @@ def test_token_by_token_is_the_same_as_all_at_once(tiny_model, examples, make_ba
 
 
 @torch.no_grad()
-def test_sequences_that_start_together_read_equally_much(tiny_model, examples, make_batch, tokens):
-    expected = whole(tiny_model, make_batch(examples), tokens)
-    # Of the static batch's six sequences the two that are empty are left out.
-    encoded = tiny_model.encode(make_batch(examples, static=True))
-    for read in (1, LENGTH - 1):
-        state = tiny_model.start_decoding(encoded, LENGTH, tokens[:, :read].tolist())
-        assert (state.num_sequences, state.length) == (4, read)
-        for position in range(read, LENGTH):
-            hidden = tiny_model.decode_step(tokens[:, position], state)
-            torch.testing.assert_close(hidden, expected[:, position], rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
 def test_finished_sequences_can_leave(tiny_model, examples, make_batch, tokens):
     expected = whole(tiny_model, make_batch(examples), tokens)
     # The static batch has two more sequences, which are empty: they leave first.

@@ -363,26 +363,6 @@ def test_a_pool_that_grows_keeps_what_it_held():
     rows.step()
 
 
-def test_a_pool_that_is_copied_has_at_most_half_of_the_limit():
-    cache = SharedPageCache(SIZES, 1)
-    sizes = []
-    for needed in range(1, 12):
-        cache.reserve(needed, 1, most=11)
-        sizes.append(cache.pages.shape[2])
-    assert sizes == [1, 2, 4, 4, *[11] * 7]
-
-
-def test_a_table_that_has_not_changed_is_not_copied_again():
-    rows = _Rows(1)
-    rows.cache.reserve(2, PAGE)
-    rows.admit([0], [3])
-    rows.step()
-    table = rows.cache._table
-    rows.release([])
-    rows.step()
-    assert rows.cache._table is table
-
-
 def test_pages_that_were_not_reserved_are_refused():
     rows = _Rows(1)
     rows.cache.reserve(1, 2 * PAGE)

@@ -69,16 +69,6 @@ def test_names_choose_the_network_of_an_utterance(tail, bias):
         module(x)
 
 
-@pytest.mark.parametrize("route", ["learned", "task"])
-def test_one_expert_is_a_dense_network_to_the_bit(route):
-    config = ExpertsConfig(count=1, route=route, names=() if route == "learned" else ("asr",))
-    layout = PackedLayout.from_lengths(LENGTHS)
-    module, x = _experts(config), torch.randn(layout.rows, WIDTH)
-    expert = torch.zeros(len(LENGTHS), dtype=torch.int64)
-    groups = None if route == "learned" else Groups.of_sequences(expert, layout, 1)
-    assert torch.equal(module(x, _residual(layout), groups=groups), _dense(module, 0)(x))
-
-
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_router_adds_the_networks_that_it_chooses(top_k):
     layout = PackedLayout.from_lengths(LENGTHS, rows=sum(LENGTHS) + 2)
@@ -95,26 +85,6 @@ def test_a_router_adds_the_networks_that_it_chooses(top_k):
     assert module.rows.sum() == top_k * layout.total
     # Without a layout every row counts, as in a step of decoding.
     torch.testing.assert_close(module(x[: layout.total]), y[: layout.total])
-
-
-def test_gradients_are_those_of_finite_differences():
-    layout = PackedLayout.from_lengths((3, 2), rows=6)
-    module, x = _experts(ExpertsConfig(count=3, top_k=2)).double(), _rows(layout)
-
-    def run(x, *_):
-        y, losses = module.route(torch.cat([x, x.new_zeros(1, WIDTH)]), _residual(layout))
-        return y, losses.double()
-
-    # The losses are float32, so they alone would need coarse differences.
-    torch.autograd.gradcheck(
-        lambda *leaves: run(*leaves)[0], (x[:5].clone().requires_grad_(), *module.parameters())
-    )
-    _, losses = run(x[:5])
-    gradients = torch.autograd.grad(losses.sum(), list(module.parameters()), allow_unused=True)
-    reached = dict(zip(dict(module.named_parameters()), gradients, strict=True))
-    assert {name for name, gradient in reached.items() if gradient is not None} == {"router.weight"}
-    gradient = reached["router.weight"]
-    assert gradient.any()
 
 
 def test_the_balance_loss_is_1_for_even_choices_and_most_for_a_single_one():

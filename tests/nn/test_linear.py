@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from effasr.nn.attention import CrossAttention, SelfAttention
-from effasr.nn.linear import JoinedLinear, Linear, joined_linear, whole_bias
+from effasr.nn.linear import JoinedLinear, whole_bias
 from effasr.nn.lora import LoRAConfig, LoRALinear, adapt, merged
 from effasr_kernels import PackedLayout
 
@@ -25,14 +25,6 @@ def test_it_is_its_parts(biased):
     torch.testing.assert_close(joined(x), torch.cat(expected, -1))
     joined(x).sum().backward()
     torch.testing.assert_close(joined.bias.grad, torch.full_like(joined.bias, 3.0))
-
-
-@pytest.mark.parametrize(("bias", "shape"), [(True, (12,)), (False, None)])
-def test_where_all_are_alike_it_is_a_plain_layer(bias, shape):
-    layer = joined_linear(5, 4, (bias,) * 3)
-    assert type(layer) is Linear
-    assert (None if layer.bias is None else layer.bias.shape) == shape
-    assert whole_bias(layer) is layer.bias
 
 
 @pytest.mark.parametrize("key_bias", [True, False])

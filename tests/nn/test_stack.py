@@ -12,7 +12,6 @@ from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.text_encoder import TextEncoderConfig
-from effasr.nn.convolution import BatchNorm
 from effasr.nn.stack import apply_activation_checkpointing, is_recomputing
 from tests.training.conftest import VOCABULARY, make_batch
 
@@ -94,22 +93,6 @@ def test_less_is_kept_the_more_layers_are_computed_again():
     assert least[speech] < 0.6 * everything[speech]
 
 
-def test_a_forward_that_fails_counts_in_no_layer():
-    model = make_model(0)
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    handle = model.encoder.layers[2].norm_conv.register_forward_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        model(make_batch(0))
-    assert not any(norm.num_batches_tracked or norm.running_mean.any() for norm in norms)
-    handle.remove()
-    model(make_batch(0))
-    assert all(norm.num_batches_tracked == 1 and norm.running_mean.any() for norm in norms)
-
-
 def test_the_first_layer_of_every_n_is_computed_again():
     model = make_model(2)
     assert [layer.is_checkpointed for layer in model.encoder.layers] == [True, False, True]
@@ -127,21 +110,3 @@ def test_nothing_is_computed_again_where_nothing_was_kept():
     model(make_batch(0)).cross_entropy.backward()
     assert calls == [False, False, True]
     assert not is_recomputing()
-
-
-def test_a_failure_while_computing_again_leaves_no_trace():
-    model = make_model(1)
-
-    def fail(*_):
-        if is_recomputing():
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    handle = model.encoder.layers[1].norm_conv.register_forward_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        model(make_batch(0)).cross_entropy.backward()
-    assert not is_recomputing()
-    handle.remove()
-    model(make_batch(0)).cross_entropy.backward()
-    assert all(
-        norm.num_batches_tracked == 2 for norm in model.modules() if isinstance(norm, BatchNorm)
-    )

@@ -123,15 +123,6 @@ def test_under_autocast_products_are_narrow(factor):
     assert 0 < error < 0.05 * expected[:total].abs().max()
 
 
-def test_a_batch_of_nothing_has_no_frames(factor):
-    module = subsampling(factor)
-    assert module(mel_frames((0, 0), factor, spare=0)).shape == (0, WIDTH)
-    assert module(mel_frames((), factor, spare=0, extra=0)).shape == (0, WIDTH)
-    out = module(mel_frames((0,), factor, spare=4))
-    assert out.shape == (4, WIDTH)
-    out.sum().backward()
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_backward_copies_no_rows(causal):
     """An activation in place on the view that a linear layer returns would have copies made."""

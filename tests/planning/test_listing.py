@@ -170,21 +170,6 @@ def test_no_such_file_and_no_text(tmp_path):
         read(tmp_path / "bytes")
 
 
-def test_huge_values_are_numbers_like_others(write):
-    path = write(
-        "m.jsonl",
-        {"duration": 1, "num_tokens": 10**30},
-        {"duration": 1e308, "num_tokens": 1},
-        {"duration": 10**25, "text": "a"},
-        {"duration": 2, "num_tokens": 4},
-    )
-    table = write("t.tsv", "duration\tn_tokens", f"1\t{'9' * 5000}", "1e300\t")
-    limits = Limits(ctc=False, max_positions=1024)
-    chosen = select(read(path, table), limits, DataConfig(frame_budget=100))
-    assert chosen.reasons == {"too_long": 3, "over_model_length": 2}
-    assert len(chosen) == 1
-
-
 def test_with_a_tokenizer_it_is_what_training_plans(tmp_path, write):
     """The same lengths, shape and reasons as those of a corpus that is trained on."""
     words = ["one", "two", "three", "four"]
@@ -361,21 +346,3 @@ def test_everything_is_inside_and_names_are_escaped():
         assert 0 <= x <= x + w <= width
         assert 0 <= y <= y + h <= height
     assert "prefers-color-scheme: dark" in picture
-
-
-def test_bars_of_no_length():
-    assert max(widths(draw(["a"], [Panel("p", [0.0], ["0"])], title="t"), "filled")) == 0
-
-
-def test_a_heading_where_the_group_changes():
-    panels = [Panel("p", [1.0] * 3, ["1"] * 3)]
-    picture = draw(["a", "b", "c"], panels, title="t", groups=["one", "one", "two"])
-    texts = [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]
-    assert (texts.count("one"), texts.count("two")) == (1, 1)
-    tops = [float(r.attrib["y"]) for r in ElementTree.fromstring(picture).iter(f"{SVG}rect")][::2]
-    assert tops[2] - tops[1] == 2 * (tops[1] - tops[0])
-
-
-def test_a_bar_for_each_row():
-    with pytest.raises(ValueError, match="'p' must have 2 bars, one for each row"):
-        draw(["a", "b"], [Panel("p", [1.0], ["1"])], title="t")

@@ -184,22 +184,6 @@ def test_damaged_traces_are_refused_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_an_empty_trace_says_so(path: Path) -> None:
-    report = summary.analyze(sources.gather([Trace().write(path)])).report
-    assert "nothing to judge" in report["verdict"]["text"]
-    assert any("neither kernels nor operators" in note["text"] for note in report["quality"])
-
-
-def test_the_profilers_own_work_is_told(path: Path) -> None:
-    trace = Trace()
-    for start in (0, 1000, 2000):
-        trace.note("step", start, start + 1000)
-        trace.kernel(start + 10, start + 100, start + 900)
-    trace.span("overhead", "Activity Buffer Request", 200, 500)
-    report = summary.analyze(sources.gather([trace.write(path)])).report
-    assert any("at work during 10.0 % of the steps" in note["text"] for note in report["quality"])
-
-
 def test_the_median_is_of_calls_and_not_of_their_stretches(path: Path) -> None:
     trace = Trace()
     trace.note("step", 0, 100_000)

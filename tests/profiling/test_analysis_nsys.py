@@ -229,13 +229,6 @@ def test_absent_tables_are_said_and_no_reason_to_fail(path: Path) -> None:
     assert report["budget"]["wall_ns"] == 100
 
 
-def test_ranges_alone_give_a_report_without_work(path: Path) -> None:
-    path = export([("step", 0, 1000)], []).write(path)
-    report = summary.analyze(sources.gather([path])).report
-    assert report["budget"] is None
-    assert "nothing to judge" in report["verdict"]["text"]
-
-
 def test_lost_events_and_secrets_are_pointed_out(path: Path) -> None:
     export = Export()
     export.kernel(10, 20, 30)

@@ -13,7 +13,7 @@ from analysis.verdict import compare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.profiling.nsys_export import KERNEL, Export
+from tests.profiling.nsys_export import Export
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -157,18 +157,6 @@ def test_the_waterfall_falls() -> None:
     assert [bar["share"] for bar in estimate["bars"]] == [1.0, pytest.approx(0.5), 0.4]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "reason"),
-    [
-        ([], "no run directory was given"),
-        ([line(mfu=None)], "has no mfu"),
-        ([line(mfu=0.4)], "neither padded FLOPs nor padding_frames"),
-    ],
-)
-def test_without_flops_the_reason_is_given(metrics: list, reason: str) -> None:
-    assert reason in sources.waterfall(metrics, {})["reason"]
-
-
 def test_a_log_that_was_cut_short_loses_its_last_line_only(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(line()) + "\n" + '{"step": 2')
@@ -224,11 +212,3 @@ def test_kernels_of_one_short_name_and_two_categories_are_two_rows(tmp_path: Pat
         (short, "elementwise", pytest.approx(400e-6)),
     ]
     assert result["work_ms"] == {short: pytest.approx(998e-6)}
-
-
-def test_a_profiled_step_is_held_against_the_log(tmp_path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 2_000_000_000)
-    export.work(KERNEL, 10, 20, export.call(1, 2))
-    notes = report(export, tmp_path / "e.sqlite", [line(step_s=1.0)])["quality"]
-    assert any("takes 2.00 times the run's median step" in note["text"] for note in notes)

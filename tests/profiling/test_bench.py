@@ -40,12 +40,6 @@ def test_each_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str])
     assert f"python profiling/bench.py {name} " in visible
 
 
-def test_subcommands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--help"]) == 0
-    assert bench.main(["opps"]) == 2
-    assert capsys.readouterr().out.count("\n    ops ") == 2
-
-
 @pytest.mark.parametrize(
     ("name", "columns"),
     [
@@ -118,15 +112,6 @@ def test_a_clock_for_a_cpu() -> None:
     assert timing.peak_bytes is None
     assert harness.percentiles([3.0]) == (3.0, 3.0, 3.0)
     assert harness.percentiles([0.0, 10.0, 5.0]) == (2.0, 5.0, 8.0)
-
-
-def test_systems_take_turns() -> None:
-    order: list[tuple[str, int]] = []
-    systems = [lambda number, name=name: order.append((name, number)) for name in ("a", "b")]
-    turns = list(harness.in_turns(systems, 3, CPU))
-    assert order == [(name, number) for number in range(3) for name in ("a", "b")]
-    assert [(turn.number, "ab"[turn.system]) for turn in turns] == [(n, name) for name, n in order]
-    assert all(turn.seconds > 0 and turn.peak_bytes is None for turn in turns)
 
 
 @pytest.mark.parametrize(
@@ -211,19 +196,6 @@ def test_every_kind_of_storage_is_loaded_and_measured(
         data.write_corpus(tmp_path, 0.01, "mp3")
 
 
-def test_every_way_to_change_audio_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data, "_NOISES", 2)
-    command = "loading --hours 0.01 --frame-budget 450 --workers 0 --storage wav --repeats 2"
-    command += f" --consume 1e6 --augment {' '.join(data.AUGMENTS)}"
-    rows = {row["augment"]: row for row in rows_of(command, tmp_path / "rows.csv")}
-    assert tuple(rows) == data.AUGMENTS
-    # Every utterance is there three times, but for what the first step took.
-    assert int(rows["speeds"]["utterances"]) > 2 * int(rows["none"]["utterances"])
-    assert int(rows["noise"]["utterances"]) <= int(rows["speeds"]["utterances"])
-
-
 # --- inference ------------------------------------------------------------------------------------
 
 
@@ -280,9 +252,3 @@ def test_a_disagreement_stops_before_anything_is_timed(
     command = "inference --size tiny --shapes 1/1 --batch 2 --peer"
     assert rows_of(command, tmp_path / "rows.csv", 1) == []
     assert "only 0.0000 of the tokens agree" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shape", ["4", "0/3", "a/b", "1/2/3"])
-def test_wrong_shapes(shape: str) -> None:
-    with pytest.raises(ValueError, match="must be ENCODER_LAYERS/DECODER_LAYERS"):
-        inference.build(shape, TINY, CPU, torch.float32)

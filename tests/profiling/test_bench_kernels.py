@@ -23,8 +23,6 @@ from effasr_kernels.runtime.launch import Launch, diverted, launch, recording
 from effasr_kernels.testing import aot
 from tests.profiling.test_emulator import pytestmark as where_it_can_run
 
-RESULTS = harness.PROFILING / "results" / "compiled_counts.csv"
-
 
 @triton.jit
 def gather(values, out, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
@@ -63,16 +61,6 @@ class TestCounts:
         # What has run before is listed again, with the counts of one run.
         assert kernels.counts(command) == 0
         assert capsys.readouterr().out == printed
-
-
-def test_torch_compile_would_take_more_launches_and_bytes() -> None:
-    """As docs/kernels.md says of the rows that the study has left."""
-    rows = list(harness.read(RESULTS))
-    assert [row["by"] for row in rows] == ["effasr_kernels", "torch.compile"] * 6
-    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
-        assert (ours["part"], ours["channels"]) == (theirs["part"], theirs["channels"])
-        for name in (x for x in ours if x.startswith(("launches", "bytes"))):
-            assert 0 < float(ours[name]) < float(theirs[name]), (ours["part"], name)
 
 
 def test_host_times_of_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,17 +104,6 @@ def test_each_kernel_falls_to_one_process() -> None:
     empty = kernels.Compiler((0, 1), compiled.append)  # type: ignore[arg-type]
     empty(replace(recorded[0], grid=(0,)))
     assert not empty.seen
-
-
-def test_what_does_not_compile_is_named_and_ends_nothing() -> None:
-    def refuse(launch: Any) -> None:
-        raise RuntimeError("out of registers")
-
-    compiler = kernels.Compiler((0, 1), refuse)
-    for item in launches():
-        compiler(item)
-    assert compiler.failed
-    assert compiler.failed[0].endswith("RuntimeError: out of registers")
 
 
 class _Driver:
@@ -188,31 +165,6 @@ def test_a_layer_of_each_kind_has_all_the_kernels(monkeypatch: pytest.MonkeyPatc
     assert item == seen_in_training(2, monkeypatch)
 
 
-@pytest.mark.extended
-def test_on_a_cpu_kernels_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--compile", "--op", "depthwise_conv", "--frames", "40", "--processes", "1"]
-    assert kernels.launch(options) == 0
-    visible = capfd.readouterr().out
-    assert "share 0 of 1: " in visible
-    assert "none compiled: no GPU" in visible
-
-
-@pytest.mark.parametrize("choice", [["--op", "depthwise_cnov"], ["--model", "canary_2b"]])
-def test_what_cannot_be_compiled_ahead_is_refused(
-    choice: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        kernels.launch(["--compile", *choice])
-    assert ended.value.code == 2
-    assert f"argument {choice[0]}: invalid choice: '{choice[1]}'" in capsys.readouterr().err
-
-
-def test_compiling_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--compile", "--op", "depthwise_conv", "--kind", "no such", "--frames", "40"]
-    assert kernels.launch([*options, "--share", "0/1"]) == 1
-    assert "no kernel was launched: give --op or --model" in capsys.readouterr().err
-
-
 def test_a_call_that_fails_is_named_and_the_others_are_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,12 +174,6 @@ def test_a_call_that_fails_is_named_and_the_others_are_compiled(
     visible = capsys.readouterr()
     assert visible.err == "bench launch: broken: IndexError: list index out of range\n"
     assert "1 of 1 kernels counted" in visible.out
-
-
-def test_a_case_is_computed_for_a_profiler() -> None:
-    options = ["--once", "--op", "depthwise_conv", "--frames", "40", "--backend", "reference"]
-    assert kernels.launch(options) == 0
-    assert kernels.launch([*options, "--kind", "no such"]) == 1
 
 
 # --- tiles ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import pytest
 import torch
 from benchmarks import harness, operations, ops, transducer
 from benchmarks.contender import Case, Contender, error, judge
-from benchmarks.workload import LISTED, Widths, read_durations
+from benchmarks.workload import LISTED, read_durations
 from torch import Tensor
 
 from effasr_kernels import OPERATIONS, PackedLayout, attention
@@ -133,13 +133,6 @@ def test_error_is_relative_and_infinite_for_nan() -> None:
         error({"y": torch.ones(1)}, gold)
 
 
-def test_the_cross_entropy_of_speech_comes_first() -> None:
-    gpu = replace(WORKLOAD, rows=24_000, durations=read_durations(LISTED), widths=Widths())
-    first = operations.losses(replace(gpu, head_width=2))[0]
-    assert (first.name, first.shape) == ("linear_cross_entropy speech", "U=2560 C=16 V=5248")
-    assert {"torch eager", "torch chunked", "Liger", "cut-cross-entropy"} <= first.peers.keys()
-
-
 @pytest.mark.parametrize(("sequences", "count"), [(None, 3_000), (1, None)])
 def test_a_batch_fills_its_static_shape(sequences: int | None, count: int | None) -> None:
     big = replace(WORKLOAD, rows=24_000, durations=read_durations(LISTED), sequences=sequences)
@@ -185,33 +178,11 @@ def test_rows_are_appended_where_asked(
     assert not (tmp_path / "none.csv").exists()
 
 
-def test_the_list_measures_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness, "measure", None)
-    assert ops.main([*CPU, "--list"]) == 0
-    visible = capsys.readouterr().out.splitlines()
-    assert len(visible) == len(CASES)
-    assert "peer: NeMo (sdpa with bias)" in visible[0]
-
-
-def test_an_unknown_operation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        ops.main([*CPU, "--op", "atention"])
-    assert "invalid choice: 'atention' (choose from" in capsys.readouterr().err
-
-
 def test_a_spent_budget_ends_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert ops.main([*CPU, "--budget-s", "0"]) == 1
     visible = capsys.readouterr()
     assert visible.err.count("the budget is spent") == len(CASES)
     assert visible.out.endswith("0 rows; none kept, without --output\n")
-
-
-@pytest.mark.parametrize(("budget", "case"), [(80, 10), (200, 25), (420, 45)])
-def test_a_small_budget_is_for_more_than_one_operation(budget: float, case: float) -> None:
-    assert ops.parse(["--budget-s", str(budget)]).case_s == case
-    assert ops.parse(["--budget-s", str(budget), "--case-s", "3"]).case_s == 3
 
 
 def _contender(call: Callable[[Tensor], Tensor]) -> Contender:
@@ -256,14 +227,6 @@ def test_what_takes_too_long_has_no_row(capsys: pytest.CaptureFixture[str]) -> N
     assert "reference: no time left" in visible
 
 
-def test_a_gpu_in_disorder_ends_all() -> None:
-    def broken(x: Tensor) -> Tensor:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        _measured({"broken": lambda: _contender(broken)})
-
-
 # --- another revision -----------------------------------------------------------------------------
 
 
@@ -292,22 +255,6 @@ def test_head_as_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         times = float(old["p50_ms"]), float(new["p50_ms"])
         assert (float(numbers[0]), float(numbers[1])) == times
         assert float(numbers[2]) == pytest.approx(times[0] / times[1], abs=1e-3)
-
-
-@pytest.mark.parametrize("base", ["no-such-revision", "--all"])
-def test_a_base_that_is_not_there(base: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ops.main([*CPU, f"--base={base}"]) == 2
-    expected = f"`--base` {base}: revision {base} of this repository must be there"
-    assert expected in capsys.readouterr().err
-
-
-def test_what_only_one_has_is_named() -> None:
-    row = {"op": "a", "kind": "", "backend": "triton", "mode": "forward", "shape": "T=1"}
-    fast, slow = row | {"p50_ms": "1"}, row | {"p50_ms": "3"}
-    visible = ops.side_by_side([slow, fast | {"op": "b"}], [fast, fast | {"op": "c"}])
-    assert "3.000   T=1" in visible
-    assert "only here: c  triton forward T=1" in visible
-    assert "only in the base: b  triton forward T=1" in visible
 
 
 # --- the transducer's peers; packages that are not there have doubles -----------------------------
@@ -352,33 +299,6 @@ def test_work_of_a_large_batch_is_the_registered_one() -> None:
     classes, durations = WORKLOAD.widths.pieces, len(transducer.DURATIONS)
     assert TDT.flops() * classes == RNNT.flops() * (classes + durations)
     assert judge(TDT).outcome["bias"].shape == (classes + durations,)
-
-
-@pytest.mark.extended
-def test_large_batches_are_measured_on_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = [*CPU, "--op"]
-    assert ops.main([*run, "transducer_loss", "--list"]) == 0
-    visible = capsys.readouterr().out.splitlines()
-    kinds = [line.split(";")[0].split()[1:] for line in visible[:2]]
-    assert kinds == [["large", "8x"], ["large", "4x"]]
-    assert len(visible) == len(LARGE) + 2
-    assert "peer: torch dense" in visible[0]
-    assert ops.main([*run, "ctc_loss", "--list"]) == 0
-    assert "transducer" not in capsys.readouterr().out
-    output = tmp_path / "ops.csv"
-    assert ops.main([*run, "transducer_loss", "--output", str(output)]) == 0
-    rows = list(harness.read(output))
-    local = {f"peer: {name}" for name in OWN} | {"reference"}
-    packages = {f"peer: {name}" for name in transducer.PEERS} | {"peer: transformers dense"}
-    assert local <= {row["backend"] for row in rows} <= local | packages | {"cpp"}
-    assert {row["kind"] for row in rows} == {"large 8x", "large 4x", "", "tdt"}
-    rows = [row for row in rows if "float16" not in row["backend"]]
-    assert all(float(row["error"]) < 1e-4 and float(row["tflop_per_s"]) > 0 for row in rows)
-    message, measured = capsys.readouterr().err, {row["backend"] for row in rows}
-    for name in set(transducer.PEERS) - OWN:
-        assert f"peer: {name}" in measured or f"peer: {name}: " in message
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import report
-import torch
 from benchmarks import harness, training
 from benchmarks.speech import (
     Corpus,
@@ -17,7 +15,6 @@ from benchmarks.speech import (
     random_batches,
     representative,
 )
-from torch._dynamo.utils import counters
 
 from effasr.data.sampling.options import StrategyOptions
 from effasr.data.sampling.strategies import planner
@@ -113,38 +110,6 @@ def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
     assert training.main([*options[:-1]]) == harness.LEFT_OUT
 
 
-# Torch's tracer of autograd functions does so itself.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.extended
-def test_a_compiled_step_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The default backend writes and compiles C++, which takes minutes.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    output = tmp_path / "training.csv"
-    options = [*TINY, "--steps", "2", "--output", str(output), "--systems", "packed_static"]
-    assert training.main([*options, "--modes", "compile"]) == 0
-    (row,) = harness.read(output)
-    assert (row["mode"], row["graph"], row["compile"]) == ("compile", "False", "True")
-    # One graph, for all steps.
-    assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()
-
-
-def test_the_rows_that_decide_most_come_first() -> None:
-    models, names = ["canary_1b_flash", "canary_180m_flash"], ["random", "packed_static"]
-    jobs = training.jobs(models, names, ["eager", "graph_compile"])
-    assert [job.name for job in jobs] == [
-        "canary_1b_flash packed_static",
-        "canary_1b_flash packed_static graph_compile",
-        "canary_180m_flash packed_static",
-        "canary_180m_flash packed_static graph_compile",
-        "canary_1b_flash random",
-        "canary_180m_flash random",
-    ]
-    assert training.jobs(models, ["random"], ["compile"]) == []
-
-
 def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
@@ -173,25 +138,6 @@ def test_one_that_fails_or_hangs_ends_no_other(capsys: pytest.CaptureFixture[str
     assert summary.endswith("absent left out (ImportError: no x)")
     (late,) = training.run_apart(chosen[-1:], lambda job: _python("1"), budget_s=0)
     assert (late.status, late.reason) == ("failed", "no time left of the budget")
-
-
-def test_the_reason_of_what_is_not_installed_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(*_: object) -> None:
-        # As transformers begins them.
-        raise ImportError("\nCanary requires the x library\nbut it was not found")
-
-    monkeypatch.setattr(training.Prepared, "of", missing)
-    assert training.main([*TINY, "--systems", "transformers"]) == harness.LEFT_OUT
-    expected = "transformers: left out: ImportError: Canary requires the x library but it was not"
-    assert expected in capsys.readouterr().err
-
-
-def test_the_same_steps_whatever_was_measured_before(setup: training.Setup) -> None:
-    before = [value.clone() for value in setup.model.state_dict().values()]
-    (_,) = training.measured([training.Prepared.of("packed", setup, 1, 1)], 1)
-    assert all(map(torch.equal, before, setup.model.state_dict().values()))
 
 
 @pytest.mark.parametrize(

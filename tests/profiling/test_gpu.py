@@ -16,7 +16,6 @@ from pathlib import Path
 
 import gpu
 import gpu_processes
-import gpu_tests
 import pytest
 import yaml
 from gpu import PARTS, Call, Part
@@ -255,15 +254,6 @@ def call(tmp_path, monkeypatch) -> Call:
     return made[0]
 
 
-def test_a_folder_that_is_full_keeps_the_archive_elsewhere(call, tmp_path, capsys, monkeypatch):
-    (tmp_path / "a.csv").write_text("x")
-    (tmp_path / "file").write_text("")
-    call.archive = tmp_path / "file"
-    assert call.save() == tmp_path / "gpu.tar.gz"
-    assert call.save() == tmp_path / "gpu.tar.gz"
-    assert capsys.readouterr().out.count("takes no archive") == 1
-
-
 def outcomes(path: Path, **tests: str) -> None:
     lines = [
         {"test": f"tests/gpu/test_{name}.py::test_a", "outcome": x} for name, x in tests.items()
@@ -403,20 +393,6 @@ def test_a_poisoned_process_is_replaced_and_its_tests_are_run(
     }
 
 
-@pytest.mark.extended
-def test_a_file_that_poisons_again_and_again_is_given_up(tmp_path) -> None:
-    pytest.importorskip("xdist")
-    write_tests(tmp_path, "ctc_loss", set(range(9)), 12)
-    write_tests(tmp_path, "guided_attention", set(), 6)
-    _, _, result = run_tests(tmp_path, "-n", "1", "--dist", "load", "--max-worker-restart", "99")
-    groups = groups_in(result)
-    ctc = groups["ctc_loss"]
-    assert len(ctc.failed) == gpu_tests.MOST
-    # The others count as not reached, and are no success.
-    assert (ctc.passed, ctc.skipped, ctc.unfinished) == (0, 0, 12 - gpu_tests.MOST)
-    assert groups["guided_attention"].passed == 6
-
-
 @pytest.mark.parametrize(
     ("test", "groups"),
     [
@@ -447,13 +423,6 @@ def test_what_operations_share_is_proven_for_those_that_use_it() -> None:
     assert {"linear_cross_entropy", "transducer_loss"} <= set(users) < set(OPERATIONS)
 
 
-def test_the_files_of_gpu_tests_are_found() -> None:
-    names = [path.name for path in gpu_tests.gpu_test_files(["ctc_loss", "attention", MODEL])]
-    assert {"test_ctc_loss.py", "test_attention.py", "test_on_gpu.py"} <= set(names)
-    assert "test_rms_norm.py" not in names
-    assert names.index("test_ctc_loss.py") < names.index("test_attention.py")
-
-
 # Targets
 
 MADE_UP = yaml.safe_load(Path(__file__).with_name("gpu_targets.yaml").read_text())
@@ -476,8 +445,3 @@ def test_each_target_against_rows() -> None:
     grown = ROWS | {"memory": [{"peak_memory_bytes": str(n)} for n in range(1, 9)]}
     (line,) = [x for x in gpu.target_lines(grown, dry=False) if x[0].startswith("growth")]
     assert line[2:] == ("3 bytes", "missed")
-
-
-def test_half_a_row_is_no_row(tmp_path) -> None:
-    (tmp_path / "inference.csv").write_text("system,shape,rtfx\neffasr,32/4,9\neffasr,24")
-    assert len(gpu.read_rows(tmp_path)["inference"]) == 1

@@ -1,4 +1,3 @@
-import os
 import subprocess
 from pathlib import Path
 
@@ -45,22 +44,3 @@ def test_a_wanted_rank_runs_under_nsys_and_survives_the_capture(tmp_path: Path) 
 def test_other_ranks_run_without_it_and_do_not_profile(tmp_path: Path, rank: str) -> None:
     done = run(tmp_path, "--rank", "python", "-m", "x", RANK=rank, NSYS_RANKS="0,2")
     assert done.stdout == "python -m x training.profile.tool=none\n"
-
-
-def test_without_nsys_the_other_way_is_named(tmp_path: Path) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "NSYS_OUT": str(tmp_path / "out")}
-    if any(os.access(f"{folder}/nsys", os.X_OK) for folder in ("/usr/bin", "/bin")):
-        pytest.skip("nsys is installed in the system's own folder")
-    done = subprocess.run(
-        [SCRIPT, "demo"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "profile_step.py" in done.stderr
-
-
-def test_help_says_what_the_variables_do(tmp_path: Path) -> None:
-    done = run(tmp_path, "--help")
-    assert done.returncode == 0
-    assert "NSYS_RANKS" in done.stdout
-    assert "set -euo" not in done.stdout
-    assert run(tmp_path).returncode == 2

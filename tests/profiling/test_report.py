@@ -115,20 +115,6 @@ def test_an_export_becomes_a_page_figures_and_a_trace(
     }
 
 
-def test_the_trace_has_kernels_that_run_after_the_last_range_of_the_host(
-    tmp_path: Path, output: Path
-) -> None:
-    made = Export()
-    for number in range(2):
-        made.range("step", 100 * number, 100 * number + 90, payload=number)
-        made.range("encoder", 100 * number + 10, 100 * number + 50)
-        made.kernel(100 * number + 20, 1000 * number + 300, 1000 * number + 1200)
-    assert report.main([str(made.write(tmp_path / "a.sqlite")), "--output", str(output)]) == 0
-    events = check_trace(output / "trace.json")
-    kernels = [event for event in events if event.get("args", {}).get("range")]
-    assert [event["dur"] for event in kernels] == [0.9, 0.9]
-
-
 def train(folder: Path, name: str, rank: int = 0) -> Path:
     """Two profiled steps of a tiny model on the CPU."""
     torch.manual_seed(0)
@@ -268,14 +254,6 @@ def test_captures_of_several_kinds_are_refused(
     assert "gpu.sqlite` and `" in message
     assert "report each kind by itself" in message
     assert not output.exists()
-
-
-def test_an_export_without_our_ranges_says_so(tmp_path: Path, output: Path) -> None:
-    made = Export()
-    made.range("somebody else's", 0, 900)
-    made.kernel(10, 20, 500)
-    assert report.main([str(made.write(tmp_path / "a.sqlite")), "--output", str(output)]) == 0
-    assert "no ranges of effasr in a.sqlite" in (output / "report.json").read_text()
 
 
 def test_only_numpy_is_needed(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The batch script for SLURM, where srun, scontrol, scancel and torchrun are played by others."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -71,11 +70,6 @@ def test_syntax() -> None:
     assert "#SBATCH" not in SCRIPT.read_text().partition("set -euo")[2]
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck() -> None:
-    subprocess.run(["shellcheck", SCRIPT], check=True)
-
-
 def test_a_run_that_is_done(start, tmp_path) -> None:
     out, error = (process := start("done", "seed=3", "name=two words")).communicate(timeout=240)
     assert process.returncode == 0, error
@@ -115,10 +109,3 @@ def test_a_run_that_was_stopped_saves_and_is_requeued(start, tmp_path, preempted
     # Each of the two was asked once, and given the time that it needed.
     assert (tmp_path / "asked").read_text().split() == ["once", "once"]
     assert (tmp_path / "saved").read_text().split() == ["saved", "saved"]
-
-
-def test_which_recipe(start) -> None:
-    process = start()
-    _, error = process.communicate(timeout=240)
-    assert process.returncode == 2
-    assert "which recipe?" in error

@@ -3,7 +3,6 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import step_census
@@ -13,8 +12,6 @@ from census.recorder import Recorder
 from census.report import COMPARED, growth, roofline_ms
 from torch import nn
 
-from effasr_kernels.bias_activation_dropout import _triton as activation
-from effasr_kernels.dropout_add_layer_norm import _triton as norm
 from tests.support import preloaded
 
 BASELINE = json.loads(step_census.BASELINE.read_text())
@@ -112,59 +109,6 @@ def test_a_step_has_not_grown(model: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _partial_sums(frames: int) -> float:
-    """Bytes per frame and channel of a Conformer layer's partial sums of parameters' gradients.
-
-    Each program of a backward writes one in float32, and their number is bounded by that of the
-    multiprocessors: small batches have more of them per frame.
-    """
-    width, hidden, networks = 512, 2_048, 2
-    groups = -(-frames // 4)
-    # Weights and biases of five norms, and the biases of four branches.
-    of_norms = 14 * 4 * min(groups, norm._PROGRAMS // width)
-    of_biases = 4 * min(groups, activation._PROGRAMS // (hidden // activation._MOST_COLUMNS))
-    return (of_norms + networks * of_biases * hidden / width) / frames
-
-
-@pytest.mark.extended
-def test_the_figures_of_a_step_agree_with_each_other() -> None:
-    arguments = ("--json", "--frame-budget", "1600")
-    done = preloaded.finished(step_census.__file__, *arguments, limit_s=600)
-    assert done.returncode == 0, done.stderr
-    result, baseline = json.loads(done.stdout), BASELINE["canary_180m_flash"]
-    assert (result["model"], result["frame_budget"]) == ("canary_180m_flash", 1600)
-    for groups in (result["categories"], result["layers"]):
-        for figure in ("bytes", "flops"):
-            assert sum(x[figure] for x in groups.values()) == result[figure]
-        launches = sum(x["launches"] for x in groups.values())
-        assert launches == result["launches_eager"] + result["launches_update"]
-    assert sum(result["launches_of"].values()) == result["launches_eager"]
-    # Traffic between kernels grows with the frames, but for partial sums of gradients; a launch is
-    # one at any size.
-    between = "bytes_between_per_frame_channel"
-    of_rows = baseline[between] - _partial_sums(baseline["frame_budget"])
-    assert result[between] - _partial_sums(1600) == pytest.approx(of_rows, rel=0.01)
-    assert result[between] == pytest.approx(sum(result["bytes_between_of"].values()), abs=1)
-    assert result["launches_eager"] == pytest.approx(baseline["launches_eager"], rel=0.05)
-    # The update does not depend on the batch.
-    assert result["launches_update"] == baseline["launches_update"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--model", "canary_2b"], "must be one of canary_180m_flash, canary_1b, canary_1b_flash"),
-        (["--frame-budget", "0"], "`frame_budget` must be at least 1, but is 0"),
-        (["--frame-budget", "512"], "`frame_budget` must not be the size of a weight"),
-    ],
-)
-def test_what_cannot_be_counted_is_refused(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert step_census.main(given) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
     batch = speech_llm.conversation_batch(speech_llm.configured(800), 800)
     assert batch.frames.rows == 800
@@ -173,34 +117,3 @@ def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
     lengths = speech_llm.conversation_lengths(stack=4)
     existing = set(zip(lengths.frames.tolist(), lengths.tokens.tolist(), strict=True))
     assert set(zip(batch.frame_lengths, batch.token_lengths, strict=True)) <= existing
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--check", "--frame-budget", "800"], "leave out --frame-budget"),
-        (["--check", "--json"], "leave out --json"),
-        (
-            ["--update-baseline", "--frame-budget", "8", "--json"],
-            "leave out --frame-budget, --json",
-        ),
-        (["--update-baseline", "--model", "canary_1b_flash"], "leave out --model"),
-        (["--check", "--baseline", "typo.json"], "is typo.json: [Errno 2]"),
-        (["--check", "--baseline", "torn.json"], "is torn.json: Expecting"),
-    ],
-)
-def test_a_gate_that_would_leave_out_what_is_asked_for_is_refused(
-    given: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("torn.json").write_text("{", encoding="utf-8")
-    for name in ("check", "update_baseline"):
-        monkeypatch.setattr(step_census, name, lambda *_: pytest.fail("it has begun"))
-    with pytest.raises(SystemExit) as ended:
-        step_census.main(given)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

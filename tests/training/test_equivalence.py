@@ -29,6 +29,7 @@ from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.resolve import resolve_config
 from effasr.training.step import run_micro_batch, train_step
 from effasr_kernels import PackedSequence
+from tests.gpu.live_memory import Sizes
 from tests.training.conftest import make_batch, without_randomness
 from tests.training.shortage import shortage
 
@@ -358,21 +359,6 @@ def test_the_model_compiles_once_and_without_a_break(model_config, head):
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-class Sizes(TorchDispatchMode):
-    """Writes down the bytes of each result of the dispatcher's operations, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.found.append((str(func), x.numel() * x.element_size()))
-        return result
-
-
 def test_every_step_asks_for_the_same_memory(make_train_state):
     _, train_state = make_train_state()
     traces = []
@@ -382,7 +368,7 @@ def test_every_step_asks_for_the_same_memory(make_train_state):
         audio = PackedSequence(batch.audio.values, batch.audio.layout.rewritable())
         with Sizes() as sizes:
             train_step(train_state, [replace(batch, audio=audio)], step)
-        traces.append(sizes.found)
+        traces.append(sizes.bytes)
     # The first step makes the optimizer's state.
     assert len(traces[1]) > 500
     assert traces[1] == traces[2] == traces[3]
@@ -395,7 +381,7 @@ def test_a_predictor_asks_for_the_same_memory_at_every_step(model_config, head):
         text = in_shape(seed).text
         with Sizes() as sizes:
             predictor(text.values, text.layout).sum().backward()
-        traces.append(sizes.found)
+        traces.append(sizes.bytes)
     assert len(traces[1]) > 20
     assert traces[2] == traces[1]
 

@@ -16,7 +16,6 @@ from effasr.distributed.grad_sync import DDPGradientSync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from effasr.training.fault_tolerance.oom_recovery import (
     OutOfMemory,
     is_out_of_memory,
@@ -135,18 +134,6 @@ def test_statistics_of_batch_norms_are_those_of_one_update(batch_norm, batches):
     torch.testing.assert_close(variance, whole_variance, rtol=0.05, atol=1e-3)
 
 
-def test_a_loss_that_is_not_finite_is_still_left_out(quiet, batches, broken_batch):
-    model, train_state = quiet()
-    before = [p.detach().clone() for p in model.parameters()]
-    with shortage(model, 1, where="forward"):
-        report = train_step(train_state, [batches[0], broken_batch], 0)
-    assert not report.read()["finite"]
-    for x, y in zip(model.parameters(), before, strict=True):
-        assert torch.equal(x, y)
-    guard = NonFiniteGuard(model, train_state.config.autocast, "skip", train_state.context, None)  # type: ignore[arg-type]
-    assert guard._describe(report)["utterances"] == ["9-2"]
-
-
 def test_an_utterance_that_does_not_fit_alone_is_named(quiet, batches):
     model, train_state = quiet()
     with (
@@ -170,15 +157,6 @@ def test_a_recorded_micro_batch_is_not_split(quiet, batches):
 
     with pytest.raises(OutOfMemory, match=r"CUDA graph cannot be split: lower data.frame_budget"):
         train_step(replace(train_state, graph=replay), batches[:1], 0)
-
-
-def test_other_errors_are_not_taken_for_this_one(quiet, batches):
-    model, train_state = quiet()
-    with (
-        shortage(model, 0, where="backward", error=lambda: RuntimeError("shape mismatch")),
-        pytest.raises(RuntimeError, match="shape mismatch"),
-    ):
-        train_step(train_state, batches[:1], 0)
 
 
 def test_what_counts_as_want_of_memory():

@@ -260,15 +260,6 @@ def _written(config: TrainConfig) -> Path:
     return path
 
 
-@pytest.mark.parametrize("options", [{}, {"strategy": "bucketed", "buckets": 2}])
-def test_plans_have_what_the_sources_draw(make_mixed, options):
-    loaded = loader(make_mixed(data=options))
-    draw = loaded._corpus.populations(SEED)
-    for epoch in range(5):
-        plan = loaded.plan(epoch)
-        assert sorted([*plan.indices, *plan.deferred]) == sorted(draw(epoch))
-
-
 def test_manifests_may_move_but_shares_must_stay(make_mixed, tmp_path, sources):
     config = make_mixed(training={"max_steps": 2})
     assert run(config) == 0

@@ -1,7 +1,6 @@
 """A step: the losses it weighs, the update it makes, and steps that are not finite."""
 
 import math
-import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -77,17 +76,6 @@ def test_seeds_differ_by_run_step_and_micro_batch():
         for index in range(8)
     }
     assert len(seeds) == 3 * 20 * 8
-
-
-def test_seeds_cost_no_stack_of_calls(make_train_state, batches, monkeypatch):
-    """As `torch.manual_seed` does, which formats one for each kind of device not in use."""
-
-    def refuse(*arguments) -> list[str]:
-        raise AssertionError("the stack of calls was formatted")
-
-    _, train_state = make_train_state()
-    monkeypatch.setattr(traceback, "format_stack", refuse)
-    assert train_step(train_state, batches[:2], 0).read()["finite"]
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
@@ -183,16 +171,6 @@ def check(parts: dict[str, torch.Tensor], expected: list[float]):
     assert list(parts) == list(LOSSES)
     assert [x.item() for x in parts.values()] == pytest.approx(expected)
     assert [x.requires_grad for x in parts.values()] == [True, False, False, False, False]
-
-
-def test_each_loss_is_divided_by_its_own_global_count():
-    sums = losses(10.0, 6.0, 3.0)
-    config = LossConfig(ctc_weight=0.25, transducer_weight=0.0, guided_weight=2.0)
-    parts = weighed(config, sums)
-    check(parts, [0.75 * 2 + 0.25 * 3 + 2 * 1.5, 2.0, 3.0, 0.0, 1.5])
-    parts["loss"].backward()
-    gradients = [sums.cross_entropy.grad, sums.ctc.grad, sums.guided.grad]
-    assert [g.item() for g in gradients] == pytest.approx([0.75 / 5, 0.25 / 2, 2 / 2])
 
 
 def test_losses_of_routers_are_added_for_each_target():

@@ -13,7 +13,6 @@ import pytest
 import soundfile
 import torch
 
-from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve
 from effasr.data.filters.config import FilterConfig
 from effasr.data.manifest.reader import read
@@ -22,17 +21,12 @@ from effasr.evaluation.evaluate import evaluate
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import resolve as resolving
 from effasr.training import trainer, validation
-from effasr.training.config import EvaluationConfig, TrainConfig
+from effasr.training.config import EvaluationConfig
 from effasr.training.diagnostics.probe import ProbeSums
 from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.training.test_exactness import assert_same_end
-
-FIELDS = {
-    "step", "epoch", "loss", "lr", "grad_norm", "audio_seconds", "tokens", "padding_frames",
-    "padding_tokens", "data_wait_s", "step_s", "mfu", "peak_memory_bytes", "rank_imbalance",
-}  # fmt: skip
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -62,24 +56,6 @@ def poison(monkeypatch, number: int) -> list[str]:
 
     monkeypatch.setattr(trainer, "train_step", poisoned)
     return names
-
-
-def test_a_run_writes_what_it_promises(make_config, tmp_path, capsys):
-    config = make_config(training={"keep": 2, "log_every": 3, "tensorboard": True})
-    assert run(config) == 0
-    folder = tmp_path / "run"
-    lines = read_lines(folder / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [3, 6, 9, 12]
-    assert all(line.keys() > FIELDS for line in lines)
-    assert all(line["padding_frames"] < 0.2 and line["mfu"] is None for line in lines)
-    assert {(line["slowest_rank"], line["rank_wait_s"]) for line in lines} == {(0, 0.0)}
-    assert checkpoint_steps(folder) == [8, 12]
-    written = configuration.load(TrainConfig, folder / "config.yaml")
-    assert written == config
-    assert any((folder / "tensorboard").iterdir())
-    loaded = load_model(resolve(folder))
-    assert all(tensor.isfinite().all() for tensor in loaded.model.state_dict().values())
-    assert capsys.readouterr().err.count("RTFx") == 4
 
 
 @pytest.mark.parametrize(
@@ -125,15 +101,6 @@ def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones,
         run(make_config(data={"train": str(manifest)}, name="strict"))
 
 
-def test_a_finished_run_has_nothing_left_to_do(make_config, tmp_path, monkeypatch):
-    assert run(make_config(training={"max_steps": 2})) == 0
-    monkeypatch.setattr(trainer, "train_step", None)
-    assert run(make_config(training={"max_steps": 2})) == 0
-    # A bad validation is refused before training.
-    with pytest.raises(ValueError, match="no such file"):
-        run(make_config(name="other", data={"validation": str(tmp_path / "missing.jsonl")}))
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.representative(number=signal.SIGTERM)
 def test_a_request_to_stop_saves_and_exits_with_zero(make_config, tmp_path, monkeypatch, number):
@@ -145,30 +112,6 @@ def test_a_request_to_stop_saves_and_exits_with_zero(make_config, tmp_path, monk
     assert run(make_config()) == 0
     assert run(make_config(name="straight")) == 0
     assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_in_a_validation_keeps_the_checkpoint_that_was_due(
-    make_config, tmp_path, tones, monkeypatch, capsys, number
-):
-    dev = {"validation": str(tones / "test.jsonl")}
-    settings = {"max_steps": 4, "checkpoint_every": 2, "validate_every": 2, "async_save": False}
-    assert run(make_config(name="whole", data=dev, training=settings)) == 0
-    saved = []
-
-    def stopped(*args, **options):
-        saved.extend(checkpoint_steps(tmp_path / "run"))
-        os.kill(os.getpid(), number)
-
-    config = make_config(data=dev, training=settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(validation, "evaluate", stopped)
-        assert run(config) == 0
-    assert saved == [2]
-    assert "stopped at step 2" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "validation.jsonl").exists()
-    assert run(config) == 0
-    assert_same_end(tmp_path / "whole", tmp_path / "run", steps=4)
 
 
 def test_a_stop_before_the_first_step_ends_at_once(make_config, tmp_path, monkeypatch):

@@ -91,27 +91,6 @@ def test_a_stream_is_the_whole_recording(
             assert len(tokens) > 5
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("window", "hop"), [(512, 160), (300, 200)])
-def test_other_windows_and_the_last_rows(
-    streaming_model, tokenizer, noise, window, hop, causal
-) -> None:
-    """Lengths that end in every place of a row, of a frame and of a chunk."""
-    model = streaming_model("ctc", causal=causal, window=window, hop=hop)
-    model.encoder.evaluate_with(CONTEXTS[0])
-    recognizer = OnlineRecognizer(model, tokenizer, context=CONTEXTS[0])
-    encoded = _recorded(recognizer)
-    audio = noise(2)
-    chunk = hop * 8 * CONTEXTS[0].chunk
-    around = (-3 * hop, 0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
-    for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
-        recognized(recognizer, [audio[:samples]])
-        result = torch.cat([torch.zeros(0, 32), *encoded[0]])
-        encoded[0].clear()
-        expected, _ = _offline(model, audio[:samples], CONTEXTS[0])
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_many_streams_do_not_touch_each_other(streaming_model, tokenizer, noise, head) -> None:
     """They begin, pause and end at different times, in slots that others have used."""
@@ -217,37 +196,6 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
         # Loudness is averaged over 50 ms, but not across chunks.
         assert result.start == pytest.approx(word.start, abs=0.031)
         assert result.end == pytest.approx(min(word.end, 4), abs=0.031)
-
-
-@pytest.mark.parametrize(("head", "seconds"), [("ctc", 20), ("rnnt", 4)])
-def test_words_late_in_a_stream_have_their_own_times(
-    streaming_model, tokenizer, noise, head, seconds
-) -> None:
-    """The transducer says ten labels in many frames, between which segments end."""
-    recognizer = OnlineRecognizer(
-        streaming_model(head), tokenizer, WORDS, longest_seconds=seconds / 20
-    )
-    stream, audio = recognizer.open(), noise(seconds)
-    segments = []
-    for piece in pieces(audio, 0):
-        stream.feed(piece)
-        recognizer.decode()
-        segments += stream.take()
-        assert stream._segments._loudness is not None
-        assert len(stream._segments._loudness.levels) < 500
-    stream.finish()
-    recognizer.decode()
-    segments += stream.take()
-    words = [word for segment in segments for word in segment.words or ()]
-    assert [word.text for word in words] == [w for item in segments for w in item.text.split()]
-    times = [time for word in words for time in (word.start, word.end)]
-    # Where words share a frame, a segment may end half a frame after the next one begins.
-    assert times == pytest.approx(sorted(times), abs=0.041)
-    assert len(segments) > 3
-    assert times[-1] > seconds / 2
-    for segment in segments:
-        for word in segment.words or ():
-            assert segment.start - 0.5 <= word.start <= word.end <= segment.end + 0.7
 
 
 def _bytes_of_tensors() -> int:

@@ -10,7 +10,6 @@ import torch
 
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.continuous_batching.engine import Engine
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.contiguous import GROUP
 from effasr.nn.cache.decoder_state import DecoderState
@@ -93,17 +92,6 @@ def test_any_rate_and_any_number_of_channels(model, tokenizer, noise, tmp_path) 
     assert [result.duration for result in results] == pytest.approx([1.3] * 6, abs=1e-3)
 
 
-@pytest.mark.parametrize("samples", [1, 159, 160, 1279, 1281])
-@pytest.mark.parametrize("method", ["attention", "ctc"])
-def test_a_moment_of_audio_is_enough(samples, method, model, tokenizer, noise) -> None:
-    source = Waveform("click", noise(0.2)[:samples], RATE)
-    config = DecodingConfig(method=method)
-    (result,) = transcribe(model, tokenizer, [source], config=config)
-    assert isinstance(result, Transcription)
-    assert result.duration == pytest.approx(samples / RATE)
-    assert len(result.segments) == 1
-
-
 def test_long_recordings_are_cut_and_joined(model, tokenizer, noise, all_is_speech) -> None:
     samples = noise(11.0, seed=3)
     options = {"chunk_seconds": 3.0, "search_seconds": 0.5}
@@ -177,16 +165,6 @@ def test_no_chunk_is_longer_than_the_encoder_can_take(model, tokenizer, noise) -
     assert max(s.end - s.start for s in result.segments) <= 2.0
 
 
-def test_the_speed_counts_loading(model, tokenizer, waveforms, monkeypatch) -> None:
-    clock = iter([10.0, 12.0, 14.0])
-    monkeypatch.setattr("effasr.transcription.transcribe.time.perf_counter", lambda: next(clock))
-    run = transcribe(model, tokenizer, [waveforms[1], waveforms[3]])
-    assert run.rtfx == 0.0
-    assert len(list(run)) == 2
-    assert run.seconds == 4.0
-    assert run.rtfx == pytest.approx((5.1 + 3.3) / 4.0, abs=1e-3)
-
-
 @pytest.fixture
 def small_memory(monkeypatch):
     """Returns a setter of how many utterances a batch may have before memory runs out."""
@@ -238,21 +216,6 @@ def test_what_is_in_the_slots_when_memory_runs_out_is_decoded_again(
     monkeypatch.setattr(DecoderState, "admit", limited)
     assert _texts(model, tokenizer, waveforms, **config) == expected
     assert failed[0] > 0, "the test needs an utterance in a slot when it happens"
-
-
-def test_slots_that_exceed_the_memory_are_halved(model, tokenizer, waveforms, monkeypatch) -> None:
-    expected = _texts(model, tokenizer, waveforms)
-    begin, slots = Engine.__init__, []
-
-    def limited(engine, *arguments, **options):
-        slots.append(options["slots"])
-        if slots[-1] > 2:
-            raise torch.OutOfMemoryError
-        begin(engine, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "__init__", limited)
-    assert _texts(model, tokenizer, waveforms) == expected
-    assert slots == [32, 16, 8, 4, 2]
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])

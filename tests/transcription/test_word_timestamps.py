@@ -109,32 +109,6 @@ def test_words_are_in_order_and_have_a_duration(seed) -> None:
     assert all(word.start < word.end for word in words)
 
 
-@pytest.mark.parametrize("frame", [0.02, 0.04, 0.08])
-@pytest.mark.parametrize("crowded", [True, False])
-def test_5000_words_are_in_order_without_overlap(crowded, frame) -> None:
-    """Of any alignment: several tokens in a frame, words in a token, and frames after the end."""
-    draw, words, end = np.random.default_rng(0), [], 100.0
-    while len(words) < 5000:
-        sizes = draw.integers(0, 2 if crowded else 7, size=60)
-        begins, longest = np.cumsum(sizes)[:-1], draw.integers(0, 3, size=59)
-        lengths = 1 + np.minimum(sizes[1:], longest)
-        spans = [(int(a), int(a + n)) for a, n in zip(begins, lengths, strict=True)]
-        tokens = draw.choice([1, 2, 4], size=len(spans), p=[0.6, 0.1, 0.3]).tolist()
-        start, end = end, end + (spans[-1][1] - draw.random()) * frame
-        pauses = draw.random(int((end - start) / 0.07) + 1) < 0.7
-        added = word_timestamps(
-            tokens, spans, decode, frame_seconds=frame, speech=np.repeat(pauses, 7),
-            offset=start, until=end,
-        )  # fmt: skip
-        assert [word.text for word in added] == decode(tokens).split()
-        assert start <= added[0].start
-        assert added[-1].end <= end
-        words += added
-    times = [time for word in words for time in (word.start, word.end)]
-    assert times == sorted(times)
-    assert all(word.end > word.start for word in words)
-
-
 def test_tokens_without_text_belong_to_the_word_before() -> None:
     spans = [(0, 1), (2, 3), (4, 5)]
     words = word_timestamps([5, 1, 5], spans, decode, frame_seconds=1.0, speech=ALL_SPEECH)
@@ -175,16 +149,6 @@ def test_without_words_segments_are_shown() -> None:
     plain = Transcription("x.wav", 4.0, "a b", (Segment(0.0, 2.0, "a b"), Segment(2.0, 4.0, "")))
     assert cues(plain) == [Cue(0.0, 2.0, ("a b",), estimated=True)]
     assert ctm(plain) == "x 1 0.000 1.000 a\nx 1 1.000 1.000 b\n"
-
-
-def test_recordings_of_a_ctm_file_keep_their_names(capsys) -> None:
-    # Those of a manifest may have dots, after which nothing is a suffix.
-    sources = [Source("spk.1", "spk.1", "x.wav"), Source("spk.2", "spk.2", "x.wav")]
-    writer = ResultWriter("ctm", None, [*sources, Source("a/t.wav", "a/t", "a/t.wav")])
-    for name in ("spk.1", "spk.2", "a/t.wav"):
-        writer.write(Transcription(name, 1.0, "w", (Segment(0.0, 1.0, "w"),)))
-    written = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in written] == ["spk.1", "spk.2", "t"]
 
 
 def test_a_name_that_is_too_long_for_a_file_counts_as_missing(tmp_path) -> None:

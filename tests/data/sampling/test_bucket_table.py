@@ -62,12 +62,6 @@ def test_utterances_go_to_the_first_bucket_with_room() -> None:
         table.assign(lengths_of([21], [1]))
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path) -> None:
-    table = BucketTable.derive(corpus(), SHAPE, 7)
-    table.save(tmp_path / "buckets.json")
-    assert BucketTable.load(tmp_path / "buckets.json") == table
-
-
 def test_tables_of_nemo_s_optimizer_can_be_read(tmp_path) -> None:
     """Durations are rounded up to the frames that such an utterance has."""
     content = {

@@ -176,15 +176,6 @@ def test_little_padding_in_frames_and_tokens(budget: int, count: int, most: floa
     assert len(plan.deferred) <= 1.2 * count / plan.num_steps
 
 
-@pytest.mark.parametrize("factor", [0.7, 1.5])
-def test_the_other_budget_having_rows_to_spare_costs_nothing(factor: float) -> None:
-    lengths = commands(4000)
-    shape = StaticShape(500, int(factor * suggest_token_budget(lengths, 500)), 60)
-    plan = planned(lengths, shape)
-    # One token of 191 is no longer planned for.
-    assert min(plan.padding_frames, plan.padding_tokens) <= 0.006
-
-
 @pytest.mark.parametrize(("count", "budget"), [(2700, 8000), (5300, 8000), (5300, 24_000)])
 def test_ranks_wait_for_nobody(count: int, budget: int) -> None:
     """As LibriSpeech's dev sets: eight ranks, a few steps an epoch."""
@@ -196,15 +187,6 @@ def test_ranks_wait_for_nobody(count: int, budget: int) -> None:
         assert max(plan.padding_frames, plan.padding_tokens) <= 0.005
         excess.append(imbalance(costs(lengths, plan), 8, world_size=8))
     assert np.quantile(np.concatenate(excess), 0.99) <= 0.005
-
-
-def test_a_heavy_joint_is_balanced_too() -> None:
-    lengths, cost = speech(5000), replace(CANARY_180M_FLASH, token_frame=1_500_000)
-    shape = StaticShape(8000, suggest_token_budget(lengths, 8000), 1000)
-    plan = planned(lengths, shape, micro_batches=16, cost=cost)
-    for world_size in (2, 4, 8, 16):
-        work = costs(lengths, plan, cost)
-        assert imbalance(work, 16, world_size).max() <= 0.005
 
 
 def test_long_utterances_share_micro_batches_as_if_drawn_at_random() -> None:
@@ -241,15 +223,6 @@ def test_what_fills_half_a_step_is_carried_over() -> None:
     assert [len(plan.deferred) for plan in plans] == [5, 0]
     exact = planned(lengths, shape, epoch_end="exact")
     assert sorted(len(exact.step(step)[0]) for step in range(3)) == [8, 8, 9]
-
-
-def test_a_population_takes_the_place_of_the_corpus() -> None:
-    lengths = commands(400)
-    shape = StaticShape(500, suggest_token_budget(lengths, 500), 62)
-    population = np.array([3] * 40 + list(range(100, 300)), np.int32)
-    plan = planned(lengths, shape, micro_batches=2, epoch=5, population=population)
-    assert sorted(plan.indices.tolist()) == sorted(population.tolist())
-    assert plan.deferred.size == 0
 
 
 def test_steps_outside_the_epoch_are_refused() -> None:

@@ -94,12 +94,6 @@ def test_empty_micro_batches_of_a_partial_step() -> None:
     assert figures(item).batch_utterances == 0.75
 
 
-def test_nothing_at_all() -> None:
-    report = figures(plan([], []))
-    assert report.padding_frames == report.padding_flops == report.rank_imbalance_p99 == 0
-    assert report.flops_per_audio_hour == 0
-
-
 def test_steps_in_which_ranks_drew_different_buckets() -> None:
     buckets = np.array([0, 0, 1, 1, 2, 2], np.int32)
     same, other = plan([0], [1]), plan([0], [2])

@@ -1,6 +1,5 @@
 """All strategies by one interface, and the baselines against lhotse's own samplers."""
 
-import random
 import warnings
 
 import numpy as np
@@ -64,13 +63,6 @@ def test_each_utterance_is_planned_once_or_deferred(strategy, count, seed, epoch
         assert all(micro_batches(plan))
     again = make(strategy, lengths, **settings).plan(epoch)
     assert micro_batches(again) == micro_batches(plan)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_other_seeds_and_epochs_have_other_plans(strategy) -> None:
-    lengths = speech(500)
-    plans = [make(strategy, lengths, seed=seed).plan(epoch) for seed in (1, 2) for epoch in (0, 1)]
-    assert len({tuple(plan.indices) for plan in plans}) == 4
 
 
 def cuts_for(lengths: UtteranceLengths, seed: int, epoch: int) -> CutSet:
@@ -189,43 +181,6 @@ def test_each_step_of_the_ladder_pads_less() -> None:
     assert frames[0] > 2 * frames[1] > 2 * frames[2] / 1.2
     assert frames[2] > 2 * frames[3]
     assert tokens[0] > tokens[1] > tokens[2] > tokens[3]
-
-
-def test_packed_plans_do_not_depend_on_the_ranks() -> None:
-    lengths = speech(300)
-    plans = [make("packed", lengths, micro_batches=4, world_size=n).plan(1) for n in (1, 3, 4, 8)]
-    assert all(micro_batches(plan) == micro_batches(plans[0]) for plan in plans)
-    assert make("packed", lengths).shape == SHAPE
-    assert make("random", lengths).shape is None
-
-
-def test_an_epoch_too_small_for_a_step_has_one_all_the_same() -> None:
-    lengths = speech(24)
-    for strategy in BASELINES:
-        plan = make(strategy, lengths, micro_batches=40, world_size=4).plan(0)
-        assert plan.num_steps == 1
-        batches = plan.step(0)
-        filled = [len(batch) > 0 for batch in batches]
-        assert len(batches) == 40
-        assert filled == sorted(filled, reverse=True)
-        assert filled[0]
-
-
-def test_equally_long_utterances_are_one_bucket() -> None:
-    lengths = UtteranceLengths(np.full(90, 50, np.int32), np.full(90, 9, np.int32))
-    for strategy in BASELINES[1:]:
-        made = make(strategy, lengths, micro_batches=1, world_size=1)
-        assert set(made.buckets) == {0}
-        assert sorted(made.plan(0).indices) == list(range(90))
-
-
-def test_the_global_generators_are_left_alone() -> None:
-    random.seed(1)
-    np.random.seed(1)
-    before = random.getstate(), np.random.get_state()[1].tolist()
-    for strategy in STRATEGIES:
-        make(strategy, speech(100)).plan(0)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 TWO_D = "sync_bucketed_2d"

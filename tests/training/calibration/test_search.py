@@ -123,12 +123,6 @@ def test_where_no_whole_wave_fits_the_budget_is_as_without(endless, machine):
     assert on_gpu.run().frame_budget == usual.frame_budget
 
 
-def test_a_small_memory_decides_before_speed_does(endless, machine):
-    result = search(endless, machine(STREAMING, SPEED, 2.6e9), 2.6e9).run()
-    assert result.limited_by == "memory"
-    assert result.replay.measured.peak_bytes <= 2.6e9
-
-
 def test_a_small_corpus_decides_before_both(population, machine):
     few = Population.of(lengths(600))
     result = search(few, machine(STREAMING, SPEED, 80e9), 80e9, tolerance=0.001).run()
@@ -228,11 +222,6 @@ def test_no_coefficient_is_negative_and_noise_is_averaged():
         assert result.predict(load) == pytest.approx(truth.predict(load), rel=0.02)
 
 
-def test_one_trial_is_enough_for_a_number():
-    result = MemoryModel.fit(LOADS[:1], [7_000_000])
-    assert result.predict(LOADS[0]) == pytest.approx(7_000_000, rel=1e-6)
-
-
 def test_neither_part_is_negative():
     assert SpeedModel.fit([1000, 2000], [1.0, 4.0]).fixed == 0
     falling = SpeedModel.fit([1000, 2000], [1.0, 0.9])
@@ -273,16 +262,6 @@ def test_a_trial_has_batches_as_planned_and_the_longest_together(population):
     assert cells(work.extreme, MODEL) > planned
 
 
-def test_the_shortest_and_more_tokens_tell_coefficients_apart(population):
-    usual = population.workload(2000, batches=1)
-    short = population.workload(2000, batches=1, kind="shortest")
-    assert short.shape == usual.shape
-    assert cells(short.extreme, MODEL) < 0.3 * cells(usual.extreme, MODEL)
-    assert short.timed == [short.extreme]
-    more = population.workload(2000, batches=1, tokens=2.0)
-    assert more.shape.token_budget == 2 * usual.shape.token_budget
-
-
 def test_a_batch_has_these_lengths(population):
     work = population.workload(800, batches=1)
     batch = batch_of(work.timed[0], work.shape, 12, 0)
@@ -292,13 +271,6 @@ def test_a_batch_has_these_lengths(population):
     assert batch.frames.rows == 800
     assert batch.audio_seconds == pytest.approx(0.08 * batch.frames.total)
     assert int(batch.tokens.values.max()) < 12
-
-
-def test_a_small_corpus_fills_a_large_budget():
-    few = Population.of(lengths(3, longest=40))
-    work = few.workload(4000, batches=2)
-    assert sum(f for f, _ in work.timed[0]) > 3800
-    assert sum(f for f, _ in work.extreme) > 3700
 
 
 def test_utterances_that_training_would_drop_are_left_out():
