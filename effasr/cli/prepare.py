@@ -20,6 +20,8 @@ from effasr.cli.options import (
 )
 from effasr.cli.progress import progress_counter
 
+_FEW_SILENT_ENDS = 0.05  # share of utterances
+
 if TYPE_CHECKING:
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.manifest.clean import Clean
@@ -138,7 +140,8 @@ def clean(text: str) -> Clean:
 def run(options: argparse.Namespace) -> int:
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.filters.rules import Limits, Reason
-    from effasr.data.manifest.prepare import Share, prepare
+    from effasr.data.manifest.prepare import LEAST_SILENCE, Share, prepare
+    from effasr.data.statistics.guidance import percent
     from effasr.data.statistics.survey import Survey
     from effasr.data.tokenizer import WhisperTokenizer, load_tokenizer
     from effasr.data.tokenizer.fidelity import TextFidelity
@@ -208,6 +211,13 @@ def run(options: argparse.Namespace) -> int:
     # Whisper has no CTC head, and may have many tokens per word.
     has_ctc = tokenizer is not None and not isinstance(tokenizer, WhisperTokenizer)
     _describe(survey, framing, impossible, has_ctc=has_ctc)
+    silent = report.silent_ends
+    if silent is not None and (share := silent / report.kept.utterances) < _FEW_SILENT_ENDS:
+        print_folded(
+            f"silence of {LEAST_SILENCE:g} s or more at an end: in {percent(share)} % of the "
+            "utterances. A model that is trained on them will not know silence: set "
+            "data.silence_padding.probability=0.5"
+        )
     if fidelity is not None:
         for line in fidelity.lines():
             print_folded(line)

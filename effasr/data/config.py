@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
+from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.config import FilterConfig, Limits, TextUse
 from effasr.data.languages import language_code
@@ -27,6 +28,7 @@ class DataConfig:
         speed_perturbation: Speeds of training utterances. Each utterance is in every epoch once at
             every speed, as an utterance of its own, to whose length limits and shares apply. With
             0.9, 1.0 and 1.1, an epoch has three times the steps.
+        silence_padding: Silence at the ends of training utterances; null for none.
         audio_augmentation: Other augmentations of the audio: noise, rooms, the telephone.
         text: Use of transcripts. ``required``: utterances without a text are dropped. ``optional``:
             they are kept, for a teacher that writes their text during training
@@ -87,6 +89,7 @@ class DataConfig:
     validation: str | tuple[str, ...] = ()
     tokenizer: str = ""
     speed_perturbation: tuple[float, ...] = (1.0,)
+    silence_padding: SilencePaddingConfig | None = None
     audio_augmentation: AudioAugmentationConfig = field(default_factory=AudioAugmentationConfig)
     text: TextUse = "required"
     label_tokens_per_second: float | None = None

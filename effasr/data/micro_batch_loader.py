@@ -123,11 +123,13 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
     ) -> Example | ConversationExample | TextExample:
         """Load an utterance, augmented; unreadable recordings for it are added to ``skipped``."""
         example = self._corpus.example(index)
-        if not self._augmenter or isinstance(example, TextExample):
+        silence = self._corpus.silence(index)
+        if isinstance(example, TextExample) or not (self._augmenter or silence):
             return example
 
         def augment(audio: np.ndarray) -> np.ndarray:
-            augmented, unreadable = self._augmenter(audio, Moment(ref.epoch, ref.step, index))
+            moment = Moment(ref.epoch, ref.step, index)
+            augmented, unreadable = self._augmenter(audio, moment, silence)
             skipped.extend(unreadable)
             return augmented
 

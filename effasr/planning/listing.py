@@ -479,7 +479,7 @@ def select(
         lambda: listing.languages[selected],
         lambda index: (listing.name(selected[index]), ""),
     )
-    selector = Selector(columns, config, limits.framing, [(0, drop) for drop in rows.dropped])
+    selector = Selector(columns, config, limits, [(0, drop) for drop in rows.dropped])
     if not selector.is_kept.any():
         raise nothing_left(listing.paths, "no utterance can be planned", selector.dropped)
     selection = selector.select(transducer=transducer)

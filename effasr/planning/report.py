@@ -55,6 +55,12 @@ def _remarks(listing: Listing) -> Iterator[str]:
 def _silence(selection: Selection) -> Iterator[str]:
     """Yield the share of silence in the encoder frames, which does not count as padding."""
     framing = selection.shape.framing
+    if selection.silence is not None:
+        share = selection.silence.sum(dtype=np.int64) / selection.samples.sum(dtype=np.int64)
+        yield (
+            f"{percent(float(share))} % of the audio is silence at the ends of utterances "
+            "(data.silence_padding)"
+        )
     if framing.minimum:
         audio = selection.seconds.sum() / framing.seconds
         share = 1 - audio / selection.lengths.frames.sum(dtype=np.int64)

@@ -145,6 +145,7 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("data.buckets", "data.strategy", ("is", _BUCKETED)),
     ("data.prefetch", "data.workers", _GIVEN),
     ("data.speed_perturbation", "data.text_share", ("is not", (1,))),
+    ("data.silence_padding", "data.text_share", ("is not", (1,))),
     ("data.audio_augmentation.*", "data.text_share", ("is not", (1,))),
     ("data.on_bad_audio", "data.text_share", ("is not", (1,))),
     ("data.filters.max_tokens_per_second", "data.text", ("is not", ("ignored",))),

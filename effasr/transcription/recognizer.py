@@ -13,6 +13,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from effasr.data.audio.loudness import is_speech, loudness
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
@@ -42,7 +43,7 @@ from effasr.transcription.inputs.arrival import Interruption
 from effasr.transcription.inputs.audio_stream import AudioStream
 from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses, speech_chunks, trimmed
 from effasr.transcription.inputs.prefetch import prefetch
-from effasr.transcription.inputs.vad import Detector, Detectors, is_speech, loudness
+from effasr.transcription.inputs.vad import Detector, Detectors
 from effasr.transcription.online import OnlineStream, online_recognizer
 from effasr.transcription.recordings import (
     FIRST_CHUNKS,
@@ -66,6 +67,7 @@ from effasr.transcription.word_timestamps import Word, count_words, word_timesta
 
 _WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length
 
+_PHRASE_SECONDS = 5.0  # typical utterances that are longer have pauses in them
 _CHUNK_SECONDS = 30.0  # longest chunk by default
 
 _FALLBACK_NGRAM = 4
@@ -287,6 +289,8 @@ class Recognizer:
         search = min(self.config.search_seconds, longest / 2)
         trained = self.model.durations if self.config.chunk_seconds is None else None
         packed = longest if trained is None else min(longest, trained.typical)
+        # Utterances that short are single phrases: a model that is trained on them knows no pause.
+        packed = 0.0 if packed < _PHRASE_SECONDS else packed
         limits = {"chunk_seconds": longest, "search_seconds": search}
         if gap is None:
             return trimmed(cut_at_pauses(blocks, rate, total=total, **limits), rate, detector)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from effasr.data.audio.loudness import HOP_SECONDS
 from effasr.data.scripts import split_words
 from effasr.decoding.ctc_alignment import Span
-from effasr.transcription.inputs.vad import HOP_SECONDS
 
 _PAUSE_SECONDS = 0.1  # least pause between words; the closure of a stop consonant is shorter
 _TAIL_SECONDS = 0.6  # longest time that a word continues after CTC has recognised it, in seconds

@@ -1,13 +1,16 @@
 """What tokenizer, prepare and train report about frames per token, before the first step."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import soundfile
 
 from effasr.cli.main import main
+from effasr.config import load
 from effasr.data.tokenizer import load_tokenizer
+from effasr.training.config import TrainConfig
 from tests.cli.conftest import write_rows
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards")
@@ -79,6 +82,29 @@ def test_prepare_reports_with_the_tokens_it_has_counted(effasr, fast, small_toke
     report = json.loads((tmp_path / "eight/report.json").read_text())
     impossible = report["by_reason"]["ctc_infeasible"]["utterances"] / 60
     assert f"too few for CTC in {100 * impossible:.0f} %" in at_eight.out
+
+
+@pytest.mark.parametrize(("seconds", "noise", "told"), [(0.05, 0.0, True), (0.4, 1e-3, False)])
+def test_prepare_tells_where_no_utterance_has_silence_at_its_ends(
+    effasr, tmp_path, seconds, noise, told
+):
+    """With the command that it names, training adds some."""
+    rng, rows = np.random.default_rng(0), []
+    for number in range(20):
+        ends = np.zeros(int(seconds * 16_000))
+        voice = 0.1 * rng.standard_normal(16_000) * np.sin(np.arange(16_000) / 900) ** 2
+        audio = np.concatenate([ends, voice, ends])
+        audio += noise * rng.standard_normal(len(audio))
+        soundfile.write(tmp_path / f"{number}.wav", audio, 16_000)
+        rows.append({"audio_filepath": f"{number}.wav", "text": "one"})
+    done = effasr("prepare", write_rows(tmp_path / "a.jsonl", rows), tmp_path / "out")
+    assert done.code == 0, done.err
+    assert ("silence of 0.3 s or more at an end: in 0 %" in done.out) == told
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["silent_ends"] == (0 if told else 20)
+    if told:
+        override = re.findall(r"set\s+(data\.silence_padding\S+)", done.out)
+        assert load(TrainConfig, "small", override).data.silence_padding is not None
 
 
 def test_train_warns_before_the_first_step(train, fast, small_tokenizer):

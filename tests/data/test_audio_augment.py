@@ -20,8 +20,12 @@ from effasr.data.audio.augmentation.config import (
     ReverberationConfig,
     TelephoneConfig,
 )
+from effasr.data.audio.augmentation.effects import mean_power
+from effasr.data.audio.silence import SilencePaddingConfig, with_silence
 from effasr.data.audio.waveform import AudioError
 from effasr.data.config import DataConfig
+from effasr.data.features.frame_geometry import FASTCONFORMER
+from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
 from effasr.data.micro_batch_loader import StepBatch
 from tests.support.corpora import make_loader, write_lines
@@ -66,7 +70,11 @@ def everything(noises: Path, rooms: Path) -> AudioAugmentationConfig:
 @pytest.fixture
 def make(nemo, tokenizer, noises, rooms) -> Callable[..., Loader]:
     """Makes a loader of 24 tones at two speeds, with everything that audio can be changed by."""
-    options = {"audio_augmentation": everything(noises, rooms), "speed_perturbation": (1.0, 1.1)}
+    options = {
+        "audio_augmentation": everything(noises, rooms),
+        "speed_perturbation": (1.0, 1.1),
+        "silence_padding": SilencePaddingConfig(seconds=(0.1, 0.6)),
+    }
     return partial(make_loader, nemo(24), tokenizer, **options)
 
 
@@ -120,6 +128,68 @@ def test_one_kind_does_the_same_without_the_others(noises: Path, rooms: Path) ->
     for index in range(20):
         moment = Moment(0, 2, index)
         assert np.array_equal(item(white(3000), moment)[0], other(white(3000), moment)[0])
+
+
+def test_silence_is_planned_and_divided_anew_in_each_epoch(nemo, tokenizer) -> None:
+    padding = SilencePaddingConfig(seconds=(0.2, 0.6), probability=0.75)
+    manifest = nemo(24)
+    make = partial(make_loader, manifest, tokenizer)
+    plain, loader = make(), make(silence_padding=padding)
+    speech = {plain._corpus.name(i): plain._corpus.example(i).audio for i in range(24)}
+    corpus = loader._corpus
+    silence = np.array([corpus.silence(index) for index in range(24)])
+    assert ((silence == 0) | ((silence >= 3200) & (silence <= 9600))).all()
+    assert 10 <= np.count_nonzero(silence) <= 23
+    assert (corpus.samples == plain._corpus.samples + silence).all()
+    assert (corpus.lengths.frames == FASTCONFORMER.frames(corpus.samples)).all()
+    assert corpus.durations[1] == round(float(corpus.samples.max()) / RATE, 3)
+    places: dict[str, set[int]] = {}
+    for name, samples in audio(take(loader, 3 * loader.plan(0).num_steps)):
+        index = [corpus.name(i) for i in range(24)].index(name)
+        assert len(samples) == corpus.samples[index]
+        inside = np.lib.stride_tricks.sliding_window_view(samples, len(speech[name]))
+        begin = int(np.flatnonzero((inside[:, :50] == speech[name][:50]).all(1))[0])
+        assert np.array_equal(inside[begin], speech[name])
+        outside = np.concatenate([samples[:begin], samples[begin + len(speech[name]) :]])
+        assert mean_power(outside) < 1e-3 * mean_power(speech[name]) if len(outside) else True
+        if silence[index]:
+            places.setdefault(name, set()).add(begin)
+    assert sum(len(begins) > 1 for begins in places.values()) > 0.7 * len(places)
+    assert corpus.fingerprint != plain._corpus.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("limits", "longest"),
+    [
+        ({"max_duration": 1.15}, 18_400),
+        ({"frame_budget": 14}, 17_920),
+        ({"max_frames": 14}, 17_920),
+    ],
+)
+def test_no_utterance_is_dropped_for_its_silence(nemo, tokenizer, limits, longest) -> None:
+    """Those that are nearly as long as allowed get less of it."""
+    options = {"frame_budget": 60} | limits
+    most = options.pop("max_frames", None)
+    config = DataConfig(train=str(nemo(7)), **options)
+    padded = replace(config, silence_padding=SilencePaddingConfig(seconds=5.0, probability=1.0))
+    corpora = [Corpus.load(c.train, tokenizer, c, max_frames=most) for c in (config, padded)]
+    assert len(corpora[0]) == len(corpora[1])
+    assert corpora[0].dropped == corpora[1].dropped
+    assert (corpora[1].samples == longest).all()
+
+
+def test_the_sound_of_silence() -> None:
+    speech = white(RATE)
+    kinds = []
+    for seed in range(100):
+        padded = with_silence(speech, 8000, np.random.default_rng(seed))
+        begin = int(np.flatnonzero(padded == speech[0])[0])
+        silence = np.concatenate([padded[:begin], padded[begin + RATE :]])
+        assert len(silence) == 8000
+        kinds.append(10 * np.log10(mean_power(silence) + 1e-20))
+    # A quarter is digital silence, the others are 30 to 70 dB below the speech, at -20 dB.
+    assert 15 < sum(level < -150 for level in kinds) < 35
+    assert all(level < -150 or -91 < level < -49 for level in kinds)
 
 
 def test_recordings_are_read_from_anything(noises: Path, tmp_path: Path) -> None:
@@ -264,6 +334,20 @@ def test_the_plan_is_known_again_by_the_recordings(
 def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(AudioAugmentationConfig, mapping, "a")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"seconds": 0}, "`seconds` must be a number greater than 0.* but is 0.0"),
+        ({"seconds": [1, 0.5]}, r"but is \[1.0, 0.5\]: \[0.2, 1.5\] is usual"),
+        ({"seconds": [1, 60]}, "up to 30"),
+        ({"probability": 0}, "leave `silence_padding` null"),
+    ],
+)
+def test_silence_is_checked(mapping: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(SilencePaddingConfig, mapping, "data.silence_padding")
 
 
 def test_the_configuration_can_be_shown_and_read_again() -> None:

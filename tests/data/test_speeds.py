@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lhotse import MonoCut, Recording
 
+from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.data.audio.speed_perturbation import duration_at, load_at, name_at
 from effasr.data.audio.waveform import load_audio, samples_in
 from effasr.data.config import DataConfig
@@ -132,9 +133,10 @@ def test_shares_of_sources_count_the_hours_of_the_copies(nemo, tokenizer):
 
 
 def test_a_plan_lists_what_training_reads(nemo, tokenizer):
-    manifest = nemo(7)
-    corpus = load(manifest, tokenizer, max_duration=1.1, filters=ANYTHING)
-    config = DataConfig(frame_budget=60, speed_perturbation=SPEEDS, max_duration=1.1)
+    manifest, padding = nemo(7), SilencePaddingConfig(seconds=(0.1, 0.3))
+    options = {"max_duration": 1.1, "silence_padding": padding}
+    corpus = load(manifest, tokenizer, filters=ANYTHING, **options)
+    config = DataConfig(frame_budget=60, speed_perturbation=SPEEDS, **options)
     for reader in (tokenizer, None):
         listing = read_listing([manifest], limits=config.limits(), tokenizer=reader)
         chosen = select(listing, config.limits(), config)

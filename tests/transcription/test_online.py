@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from effasr.data.audio.loudness import is_speech, loudness
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr.transcription.inputs import arrival
-from effasr.transcription.inputs.vad import is_speech, loudness
 from effasr.transcription.online import (
     OnlineRecognizer,
     OnlineStream,

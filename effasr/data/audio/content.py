@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from effasr.data.audio.audio_file import AudioError, AudioFile, AudioProblem
+from effasr.data.audio.loudness import HOP_SECONDS, is_speech, loudness
 from effasr.data.audio.waveform import AudioSegment, load_audio
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 
@@ -27,10 +28,11 @@ _CANCELLED_DB = -15.0
 
 def check_content(
     cut: Cut, part: AudioSegment | None = None, file: AudioFile | None = None
-) -> None:
+) -> float:
     """Decode a cut, and check that it is neither silent nor cancelled by its other channel.
 
-    ``part`` and ``file`` are its segment and its open file where the caller has them.
+    ``part`` and ``file`` are its segment and its open file where the caller has them. Returns the
+    seconds of the longer of its ends, before and after all sounds that may be speech.
     """
     part = part or AudioSegment.of(cut)
     audio = load_audio(part or cut, file=file)
@@ -49,6 +51,9 @@ def check_content(
             f"{cut.id}: silent: less than {_LEAST_FRAMES * 20} ms are above {_SILENCE_DB:g} dB of "
             "full scale, without offset and clicks.",
         )
+    speech = is_speech(loudness(audio, SAMPLE_RATE))
+    places = np.flatnonzero(speech)
+    return HOP_SECONDS * int(max(places[0], len(speech) - 1 - places[-1])) if len(places) else 0.0
 
 
 def frame_powers(audio: np.ndarray) -> np.ndarray:

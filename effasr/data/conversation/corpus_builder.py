@@ -84,6 +84,10 @@ def _check(config: DataConfig) -> None:
             "`data.speed_perturbation` must be [1.0] for conversations, but is "
             f"{list(config.speed_perturbation)}: leave it out."
         )
+    if config.silence_padding is not None:
+        raise ValueError(
+            "`data.silence_padding` must be null for conversations, but is given: leave it out."
+        )
     if config.text_share is not None:
         raise ValueError(
             f"`data.text_share` must be null for conversations, but is {config.text_share:g}: give "

@@ -49,6 +49,10 @@ class BaseCorpus:
         """Seconds of the median and of the longest utterance; None without audio."""
         return None
 
+    def silence(self, index: int) -> int:
+        """Return how many samples of silence a member gets at its ends."""
+        return 0
+
     def populations(self, seed: int) -> Population | None:
         """Return the function that draws an epoch's members; None if an epoch has each once."""
         if self.mixture is None:

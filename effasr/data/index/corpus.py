@@ -45,7 +45,7 @@ class Corpus(BaseCorpus):
     shape: StaticShape
     dropped: tuple[Dropped, ...]
     seconds: float  # of all utterances
-    samples: np.ndarray  # int32 (n,), durations at `SAMPLE_RATE`
+    samples: np.ndarray  # int32 (n,), durations at `SAMPLE_RATE`, with silence at the ends
     sources: np.ndarray
     mixture: Mixture | None
     fingerprint: str
@@ -64,6 +64,7 @@ class Corpus(BaseCorpus):
     _prompts: tuple[Prompt, ...]
     _prompt_ids: np.ndarray
     _experts: np.ndarray | None = None
+    _silence: np.ndarray | None = None  # samples of silence of each utterance
 
     @classmethod
     def load(
@@ -96,7 +97,7 @@ class Corpus(BaseCorpus):
         selector = Selector(
             table.columns(config.speed_perturbation),
             config,
-            framing,
+            limits,
             zip(table.dropped_before.tolist(), table.dropped, strict=True),
         )
         if not selector.is_kept.any():
@@ -124,6 +125,8 @@ class Corpus(BaseCorpus):
         extra = [] if selection.mixture is None else [selection.sources]
         if speeds != (1.0,):
             extra += [np.array(speeds), table.speeds[selected]]
+        if selection.silence is not None:
+            extra.append(selection.silence)
         monotonic = np.array([prompt.monotonic for prompt in table.prompts])
         return cls(
             lengths=lengths,
@@ -148,6 +151,7 @@ class Corpus(BaseCorpus):
             _monotonic=monotonic[prompt_ids] & (table.token_lengths[selected] > 0),
             _prompts=tuple(table.prompts),
             _prompt_ids=prompt_ids,
+            _silence=selection.silence,
         )
 
     @property
@@ -239,8 +243,11 @@ class Corpus(BaseCorpus):
             yield int(self.lengths.frames[index]), tokens
 
     def duration(self, index: int) -> float:
-        """Return seconds at the utterance's speed."""
+        """Return seconds at the utterance's speed, with silence at the ends."""
         return int(self.samples[index]) / SAMPLE_RATE
+
+    def silence(self, index: int) -> int:
+        return 0 if self._silence is None else int(self._silence[index])
 
     def example(self, index: int) -> Example:
         name = self.name(index)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import numpy as np
 
+from effasr.data.audio.silence import draw_silence
 from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
-from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
-from effasr.data.filters.rules import Dropped, Reason, rate_outliers
+from effasr.data.features.frame_geometry import SAMPLE_RATE
+from effasr.data.filters.rules import Dropped, Limits, Reason, rate_outliers
 from effasr.data.mixture_summary import Mixture
 from effasr.data.sampling.packing import suggest_node_budget, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
@@ -52,6 +53,7 @@ class Selection:
     shape: StaticShape
     dropped: tuple[Dropped, ...]
     samples: np.ndarray  # int32 (k,), durations at `SAMPLE_RATE`, by which shares are measured
+    silence: np.ndarray | None  # int32 (k,), those of ``samples`` that `silence_padding` adds
     sources: np.ndarray
     mixture: Mixture | None
     rows: np.ndarray | slice  # of the columns; a slice if all are kept, so that none is copied
@@ -79,14 +81,26 @@ class Selector:
         self,
         columns: UtteranceColumns,
         config: DataConfig,
-        framing: Framing,
+        limits: Limits,
         dropped: Iterable[tuple[int, Dropped]],
     ) -> None:
-        self.columns, self.config, self.framing = columns, config, framing
+        self.config, self.framing = config, limits.framing
         self.is_kept = np.ones(len(columns.seconds), dtype=bool)
         tokens = columns.tokens
         if config.text == "optional":
             tokens = _with_label_room(columns, config.label_tokens_per_second)
+        self._samples = np.floor(columns.seconds * SAMPLE_RATE + 0.5).astype(np.int32)
+        self._silence = None
+        if config.silence_padding is not None:
+            room = _longest(limits) - self._samples
+            self._silence = draw_silence(config.silence_padding, room)
+            self._samples = self._samples + self._silence
+            columns = replace(
+                columns,
+                seconds=columns.seconds + self._silence / SAMPLE_RATE,
+                frames=self.framing.frames(self._samples).astype(np.int32),
+            )
+        self.columns = columns
         self.lengths = UtteranceLengths(columns.frames, tokens)
         self._dropped: list[tuple[float, Dropped]] = list(dropped)
         if (budget := config.token_budget) is not None:
@@ -114,7 +128,7 @@ class Selector:
         node_budget = None
         if transducer:
             node_budget = suggest_node_budget(self._epoch_lengths(), frame_budget, lengths)
-        samples, sources = self._samples(rows), self.columns.sources[rows]
+        samples, sources = self._samples[rows], self.columns.sources[rows]
         shape = StaticShape(
             frame_budget,
             token_budget,
@@ -131,6 +145,7 @@ class Selector:
             shape=shape,
             dropped=tuple(self.dropped),
             samples=samples,
+            silence=None if self._silence is None else self._silence[rows],
             sources=sources,
             mixture=mixture,
             rows=rows,
@@ -168,6 +183,8 @@ class Selector:
         if deviations is None:
             return
         seconds, languages = self.columns.seconds, self.columns.languages()
+        if self._silence is not None:  # it has no text
+            seconds = seconds - self._silence / SAMPLE_RATE
         text = self.columns.text
         rows, rates = np.flatnonzero(self.is_kept & (text > 0)), text / seconds
         outliers = np.zeros(len(seconds), dtype=bool)
@@ -183,15 +200,18 @@ class Selector:
         """Return the lengths of an epoch's utterances, drawn by the shares where there are any."""
         rows = self.kept
         if self.config.mix is not None:
-            sources, samples = self.columns.sources[rows], self._samples(rows)
+            sources, samples = self.columns.sources[rows], self._samples[rows]
             mixture = Mixture.of(self.config.mix, sources, samples)
             draw = mixture.populations(sources, samples, seed=0)
             rows = rows if draw is None else rows[draw(0)]
         return UtteranceLengths(self.lengths.frames[rows], self.lengths.tokens[rows])
 
-    def _samples(self, rows: np.ndarray | slice) -> np.ndarray:
-        """Return the durations in samples, as `samples_in` computes them."""
-        return np.floor(self.columns.seconds[rows] * SAMPLE_RATE + 0.5).astype(np.int32)
+
+def _longest(limits: Limits) -> int:
+    """Return the samples of the longest utterance within the limits."""
+    frames = [most for most in (limits.frame_budget, limits.max_frames) if most is not None]
+    longest = [limits.framing.samples_of(most) for most in frames]
+    return min([int(limits.max_duration * SAMPLE_RATE), *longest])
 
 
 def _with_label_room(columns: UtteranceColumns, rate: float | None) -> np.ndarray:

@@ -121,6 +121,7 @@ class TextCorpus(BaseCorpus):
         """
         for name, default in (
             ("speed_perturbation", (1.0,)),
+            ("silence_padding", None),
             ("audio_augmentation", AudioAugmentationConfig()),
             ("filters", FilterConfig()),
             ("text", "required"),

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -104,6 +105,8 @@ class PrepareReport:
     unknown_characters: dict[str, int] = field(default_factory=dict)  # the commonest
     conflicting_texts: int = 0  # lines with another text than an earlier one of the same span
     changed_texts: int = 0  # that come back otherwise from the tokenizer
+    # kept utterances with at least 0.3 s of silence at an end; null where nothing was decoded
+    silent_ends: int | None = None
     unread_fields: dict[str, int] = field(default_factory=dict)  # lines by field, the commonest
     examples: dict[str, str] = field(default_factory=dict)  # details of the first, by reason
     mapped_languages: dict[str, int] = field(default_factory=dict)  # lines by language of source
@@ -228,6 +231,7 @@ class _Usable:
     language: str
     target: str
     duration: float
+    silence: float | None  # seconds of the longer end; None without decoding
     size: int
     unknown: int
     span: int  # number of the part of the recording
@@ -245,7 +249,7 @@ def _check(
 ) -> _Usable | Dropped:
     """Check an utterance; run in a thread, as decoding leaves the interpreter free."""
     name, utterance = named_utterance
-    duration, mapped = None, ()
+    mapped, duration, silence = (), None, None
     try:
         cut = audio.cut(name, utterance)
         if language_map:
@@ -256,7 +260,7 @@ def _check(
             cut.supervisions[0].text = clean(text_of(cut))
         tokens = check(cut, limits, tokenizer)
         if decode:
-            audio.check(cut, part)
+            silence = audio.check(cut, part)
     except (AudioError, RejectedUtterance) as error:
         reason = error.problem if isinstance(error, AudioError) else error.reason
         details = f"{error} {_CONVERT}" if isinstance(error, UnknownFormat) else str(error)
@@ -276,6 +280,7 @@ def _check(
         prompt.source if prompt.monotonic else f"{prompt.source}>{prompt.target}",
         prompt.target,
         duration,
+        silence,
         len(text_of(cut)) if tokens is None else len(tokens.text),
         0 if tokens is None else tokens.unknown,
         _span(cut, part),
@@ -296,6 +301,8 @@ def _with_languages(cut: Cut, language_map: Mapping[str, str]) -> tuple[Cut, tup
         raise RejectedUtterance(Reason.LANGUAGE, problem)
     return with_prompt(cut, replace(prompt, source=source, target=target)), mapped
 
+
+LEAST_SILENCE = 0.3  # seconds at an end
 
 _MEASURES = 1  # changes when other values are measured
 _CONVERT = "`effasr prepare --convert` writes a copy of what ffmpeg reads."
@@ -348,16 +355,15 @@ class _Audio:
         cut = utterance.cut(name, self._header)
         return cut if self._channel is None else self._with_channel(cut)
 
-    def check(self, cut: Cut, part: AudioSegment | None) -> None:
-        """Decode a cut, and check its content."""
+    def check(self, cut: Cut, part: AudioSegment | None) -> float:
+        """Decode a cut, check its content, and return the seconds of its longer silent end."""
         if part is None:
-            check_content(cut)
-            return
+            return check_content(cut)
         path, file = getattr(self._thread, "opened", (None, None))
         if path != part.path:
             file = None
-        kind = (cut.id, part.start, part.duration, *part.channels)
-        self._measured(part.path, kind, lambda: check_content(cut, part, file))
+        kind = ("ends", cut.id, part.start, part.duration, *part.channels)
+        return self._measured(part.path, kind, lambda: check_content(cut, part, file))
 
     def release(self) -> None:
         """Close the file that this thread has opened for its header."""
@@ -490,6 +496,7 @@ class _Kept:
         self._file = file
         self.positions = array("q")
         self.durations = array("d")
+        self.silences = array("d")  # NaN without decoding
         self.sizes = array("q")
         self.unknown = array("q")
         self.languages: list[str] = []
@@ -503,6 +510,7 @@ class _Kept:
         self._file.write(utterance.line + b"\n")
         self.positions.append(position)
         self.durations.append(utterance.duration)
+        self.silences.append(math.nan if utterance.silence is None else utterance.silence)
         self.sizes.append(utterance.size)
         self.unknown.append(utterance.unknown)
         self.languages.append(sys.intern(utterance.language))
@@ -539,6 +547,9 @@ def _write(
     has_tokens: bool,
 ) -> PrepareReport:
     outliers = kept.outliers()
+    silences = np.array(kept.silences)[~outliers]
+    if not np.isnan(silences).all():
+        report.silent_ends = int((silences >= LEAST_SILENCE).sum())
     usual = sum(kept.sizes) / max(sum(kept.durations), 1e-9)  # text per second
     with (
         atomic_file(folder / CUTS_FILE) as file,

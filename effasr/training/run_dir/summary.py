@@ -77,6 +77,8 @@ def describe_data(
     if config.speed_perturbation != (1.0,):
         speeds = ", ".join(map(str, config.speed_perturbation))
         yield f"each utterance at the speeds {speeds}, each as an utterance of its own"
+    if (padding := config.silence_padding) is not None:
+        yield f"of the utterances, {padding}"
     if augmentation := loader.augmentation:
         yield f"of the utterances, {augmentation}"
     if (text := corpus.text) is not None:

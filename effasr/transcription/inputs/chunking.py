@@ -8,14 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from effasr.data.audio.loudness import HOP_SECONDS, hop_samples, is_speech, loudness
 from effasr.nn.checks import check
-from effasr.transcription.inputs.vad import (
-    HOP_SECONDS,
-    Detector,
-    hop_samples,
-    is_speech,
-    loudness,
-)
+from effasr.transcription.inputs.vad import Detector
 
 # Energy is summed over 0.2 s: a pause between words, not the closure of a stop consonant.
 _WINDOW_HOPS = 20
@@ -24,6 +19,9 @@ _WINDOW_HOPS = 20
 # average over 50 ms, may take the ends for speech.
 _PAUSE_SECONDS = 0.2
 _MARGIN_SECONDS = 0.1  # background that stays before and after speech
+# Ends this quiet, and as far below the loudest of a chunk, are no background of speech: recordings
+# were joined, gated or decoded from a codec. Models that were trained without take them for sounds.
+_DIGITAL_DB, _BELOW_PEAK_DB = -80.0, 50.0
 # Speech is detected in windows of this length, whole numbers of what Silero decides at once; the
 # last one may be longer by a half, so that none is short.
 _DETECTION_SECONDS = 24.0
@@ -105,9 +103,23 @@ def trimmed(
         places = np.flatnonzero(speech)
         first, last = (places[0], places[-1]) if len(places) else (0, len(speech))
         begin, end = max(0, int(first) - margin) * hop, (int(last) + 1 + margin) * hop
-        kept = samples[begin:end]
         share = float(speech[begin // hop : end // hop].mean())
-        yield Chunk(chunk.start + begin, chunk.start + begin + len(kept), share), kept
+        yield _audible(chunk.start + begin, samples[begin:end], share, sample_rate)
+
+
+def _audible(
+    start: int, samples: np.ndarray, share: float, sample_rate: int
+) -> tuple[Chunk, np.ndarray]:
+    """Return a chunk without digital silence at its ends."""
+    levels = loudness(samples, sample_rate)
+    audible = np.flatnonzero(
+        levels > min(_DIGITAL_DB, levels.max(initial=-np.inf) - _BELOW_PEAK_DB)
+    )
+    if len(audible):
+        hop = hop_samples(sample_rate)
+        begin, end = int(audible[0]) * hop, (int(audible[-1]) + 1) * hop
+        start, samples = start + begin, samples[begin:end]
+    return Chunk(start, start + len(samples), share), samples
 
 
 def speech_chunks(
@@ -196,7 +208,7 @@ class _Held:
                 return
             start, share = self._start, float(self._speech[:end].mean())
             samples = self._take(end)
-            yield Chunk(start, start + len(samples), share), samples
+            yield _audible(start, samples, share, self._rate)
         self._take(max(0, len(self._speech) - self._margin))
 
     def _end(self, places: np.ndarray, ended: bool) -> int | None:

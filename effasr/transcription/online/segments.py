@@ -10,13 +10,14 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
+from effasr.data.audio.loudness import is_speech
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.confidence.calibration import ConfidenceCalibration
 from effasr.decoding.confidence.tokens import StreamConfidences
 from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.streams import BeamStreams, Emitted, OpenTranscript
 from effasr.model.asr import ASRModel
-from effasr.transcription.inputs.vad import StreamLoudness, is_speech
+from effasr.transcription.inputs.vad import StreamLoudness
 from effasr.transcription.results import Alternative, Segment, WordConfidence, word_confidences
 from effasr.transcription.word_timestamps import Word, word_timestamps
 

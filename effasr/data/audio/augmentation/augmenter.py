@@ -19,10 +19,11 @@ from effasr.data.audio.augmentation.effects import (
     simulated_room,
     telephone,
 )
+from effasr.data.audio.silence import with_silence
 from effasr.data.audio.waveform import AudioError, audio_path
 from effasr.data.filters.rules import Dropped
 
-_REVERBERATION, _NOISE, _TELEPHONE = range(3)
+_REVERBERATION, _NOISE, _TELEPHONE, _SILENCE = range(4)
 """Each kind has a separate random stream, so its effect does not depend on the others."""
 
 T = TypeVar("T")
@@ -94,12 +95,16 @@ class Augmenter:
         used = [clips.fingerprint for clips in (self._noises, self._responses) if clips]
         return hashlib.sha256(" ".join(used).encode()).hexdigest() if used else ""
 
-    def __call__(self, audio: np.ndarray, moment: Moment) -> tuple[np.ndarray, list[Dropped]]:
-        """Change the audio of an utterance."""
+    def __call__(
+        self, audio: np.ndarray, moment: Moment, silence: int = 0
+    ) -> tuple[np.ndarray, list[Dropped]]:
+        """Change the audio of an utterance, after adding so many samples of silence to it."""
         unreadable: list[Dropped] = []
+        place = self._seed, moment.epoch, moment.step, moment.index
+        if silence:
+            audio = with_silence(audio, silence, np.random.default_rng((*place, _SILENCE)))
         for kind, apply in self._steps:
-            key = (self._seed, moment.epoch, moment.step, moment.index, kind)
-            audio = apply(audio, np.random.default_rng(key), unreadable)
+            audio = apply(audio, np.random.default_rng((*place, kind)), unreadable)
         return audio, unreadable
 
     def _reverberate(
