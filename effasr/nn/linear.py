@@ -1,4 +1,4 @@
-"""Linear layers: oneDNN's products on CPUs, joined projections, deferred bias gradients on GPUs."""
+"""Linear layers: oneDNN's products on CPUs, joined projections, gradients in float32 on GPUs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from effasr_kernels.runtime.dispatch import load
 from effasr_kernels.shared.cpu.linear import linear
 
 
-def biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`F.linear`, whose bias gradient waits where it can.
+def connected_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, whose gradients of weight and bias go straight to where they are added up.
 
-    Autograd would add up the rows of each bias gradient in a launch of its own. Here the gradient
-    of the output is handed over as partial sums (`effasr_kernels.runtime.deferred_sums`), and the
-    launch that adds up those of a whole layer of the model reads its rows, too. Results are torch's
-    bit by bit, except for the order of the sum in the bias gradient.
+    Autograd would round the gradient of a weight to the weight's dtype, and add up the rows of each
+    bias gradient in a launch of its own. Here the node that connects a weight in 16 bits to that in
+    float32 computes the product, in float32 and where possible into the gradient itself; and the
+    gradient of the output is handed over as partial sums of the bias's
+    (`effasr_kernels.runtime.deferred_sums`), so that the launch that adds up those of a whole layer
+    of the model reads its rows, too.
     """
     # x: (..., K); weight: (N, K); bias: (N,)
-    return _Linear.apply(x, weight, bias) if _may_wait(x, weight, bias) else linear(x, weight, bias)
+    function = _Linear.apply if _is_connected(x, weight, bias) else linear
+    return function(x, weight, bias)
 
 
-def _may_wait(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not takes_rows(bias):
+def _is_connected(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    if x.ndim != 2 or not x.dtype == weight.dtype == bias.dtype:
+    if not hasattr(weight.grad_fn, "products") and (bias is None or not takes_rows(bias)):
+        return False
+    if x.ndim != 2 or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         return False
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
@@ -44,7 +49,7 @@ def _may_wait(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -58,23 +63,30 @@ class _Linear(Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         # The products of torch's own backward.
         dx = dy @ weight if needs_x else None
-        dweight = dy.T @ x if needs_weight else None
+        dweight = None
+        if needs_weight:
+            node, index = ctx.next_functions[1]
+            products = getattr(node, "products", None)
+            if products is not None and torch._C._will_engine_execute_node(node):
+                products.add(index, dy.T, x)
+            else:
+                dweight = dy.T @ x
         dbias: dict[str, Tensor | None] = {"bias": None}
         if needs_bias:
             rows = dy.contiguous()
             dbias["bias"] = out = rows.new_empty(rows.shape[1])
             sums = PartialSums(rows, out, None, partial(torch.sum, rows, 0, out=out))
-            hand_over([sums], dbias, receivers(ctx, ["x", "weight", "bias"]))
+            node, _ = ctx.next_functions[2]
+            takes = getattr(node, "takes_rows", False)
+            hand_over([sums], dbias, receivers(ctx, ["x", "weight", "bias"]) if takes else {})
         return dx, dweight, dbias["bias"]
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` with oneDNN's products on a CPU, and bias gradients that wait on a GPU."""
+    """`torch.nn.Linear` with oneDNN's products on a CPU; see `connected_linear` for a GPU."""
 
     def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
-        if with_bias and self.bias is not None:
-            return biased_linear(input, self.weight, self.bias)
-        return linear(input, self.weight)
+        return connected_linear(input, self.weight, self.bias if with_bias else None)
 
 
 class JoinedLinear(Linear):
@@ -88,7 +100,7 @@ class JoinedLinear(Linear):
         self.bias = nn.Parameter(self.weight.new_zeros(sum(biased) * size))
 
     def forward(self, input: Tensor, *, with_bias: bool = True) -> Tensor:
-        return linear(input, self.weight, whole_bias(self) if with_bias else None)
+        return connected_linear(input, self.weight, whole_bias(self) if with_bias else None)
 
 
 def joined_linear(width: int, size: int, biased: Sequence[bool]) -> nn.Linear:

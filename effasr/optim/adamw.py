@@ -307,9 +307,18 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = None
 
 
-def clear_gradients(optimizer: torch.optim.Optimizer, *, keep_addresses: bool) -> None:
-    """Remove the gradients, or zero them in place; apex's ``zero_grad`` takes no argument."""
-    torch.optim.Optimizer.zero_grad(optimizer, set_to_none=not keep_addresses)
+def clear_gradients(
+    optimizer: torch.optim.Optimizer, *, keep_addresses: bool, replaced: Collection[Tensor] = ()
+) -> None:
+    """Remove the gradients, or zero them in place, but for those that the next step replaces."""
+    if not keep_addresses:
+        # Apex's own takes no argument.
+        torch.optim.Optimizer.zero_grad(optimizer, set_to_none=True)
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None and p not in replaced]
+    if gradients:
+        torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateImportUsage]
 
 
 # LAMB for large batches, from a library that implements it.

@@ -132,7 +132,8 @@ class LoopConfig:
             avx512_bf16) bfloat16 makes a step about 1.5 times as fast; on one without, it is slow.
         bfloat16_weights: Whether weights are cast to bfloat16 once an update, all together, and not
             by autocast at every use in every micro-batch: the same results with fewer launches, for
-            2 bytes a weight. ``auto``: on a GPU with precision bfloat16, except with fsdp2, which
+            2 bytes a weight. On a GPU gradients of linear layers then stay in float32, too, which
+            autocast rounds. ``auto``: on a GPU with precision bfloat16, except with fsdp2, which
             casts the weights that it gathers.
         clip: Largest norm of the gradient.
         freeze: Patterns of parameters, or of modules, that are not trained, such as ``encoder`` or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ UNSPLITTABLE_REASON = (
 )
 
 Outputs = tuple[Tensor, ...]
-Run = Callable[[Batch, Tensor], Outputs]
+Run = Callable[..., Outputs]
+"""Takes a batch and counts, and ``replace``; see `MicroBatchGraph`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class MicroBatchGraph:
     parameters, which must stay at its address (``zero_grad(set_to_none=False)``). The function may
     neither synchronise with the host nor depend on a length that the host knows. It adds to the
     gradients of ``parameters`` and may change ``buffers``. Random numbers follow the seed of the
-    device's generator at each replay.
+    device's generator at each replay. A call with ``replace`` has a recording of its own, of the
+    function with this argument, which may replace gradients where another adds to them.
     """
 
     def __init__(
@@ -160,20 +163,28 @@ class MicroBatchGraph:
         self._parameters = list(parameters)
         self._buffers = list(buffers)
         # Records a function without running it; returns its replay and its outputs.
-        self._capture = _capture if capture is None else capture
-        self._replay: Callable[[], Any] | None = None
+        if capture is None:
+            # Recordings never run at once, so that they share the memory of activations.
+            pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+            capture = partial(_capture, pool=pool)
+        self._capture = capture
+        # Replays and outputs of the recordings, by ``replace``.
+        self._recorded: dict[bool, tuple[Callable[[], Any], Outputs]] = {}
 
-    def __call__(self, batch: Batch, counts: Tensor) -> Outputs:
+    def __call__(self, batch: Batch, counts: Tensor, *, replace: bool = False) -> Outputs:
         """Run the function on a batch, which may be on the host."""
-        if self._replay is None:
-            self._record(batch, counts)
+        if not self._recorded:
+            self._prepare(batch, counts)
+        if replace not in self._recorded:
+            run = partial(self._on_static_inputs, replace=replace)
+            self._recorded[replace] = self._capture(run)
         self._load(batch, counts)
-        assert self._replay is not None
-        self._replay()
+        replay, outputs = self._recorded[replace]
+        replay()
         # The next replay overwrites the outputs of the recording.
-        return tuple(output.clone() for output in self._outputs)
+        return tuple(output.clone() for output in outputs)
 
-    def _record(self, batch: Batch, counts: Tensor) -> None:
+    def _prepare(self, batch: Batch, counts: Tensor) -> None:
         self._batch, self._counts = batch.to(self._device).rewritable(), counts.clone()
         saved = [buffer.clone() for buffer in self._buffers]
         devices = [self._device] if self._device.type == "cuda" else []
@@ -184,10 +195,9 @@ class MicroBatchGraph:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
-            self._replay, self._outputs = self._capture(self._on_static_inputs)
 
-    def _on_static_inputs(self) -> Outputs:
-        return self._run(self._batch, self._counts)
+    def _on_static_inputs(self, *, replace: bool = False) -> Outputs:
+        return self._run(self._batch, self._counts, replace=replace)
 
     def _warm_up(self) -> None:
         if self._device.type != "cuda":
@@ -196,8 +206,8 @@ class MicroBatchGraph:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self._on_static_inputs()
+            for number in range(_WARM_UPS):
+                self._on_static_inputs(replace=number + 1 == _WARM_UPS)
         current.wait_stream(side)
 
     def _load(self, batch: Batch, counts: Tensor) -> None:
@@ -211,10 +221,11 @@ class MicroBatchGraph:
         self._counts.copy_(counts)
 
 
-def _capture(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
+def _capture(run: Callable[[], Outputs], pool: Any) -> tuple[Callable[[], Any], Outputs]:
     graph = torch.cuda.CUDAGraph()
     # Other threads meanwhile pin memory, copy checkpoints and watch NCCL, which would invalidate a
     # recording that covers all threads.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graph_counters():
+    options: dict[str, Any] = {"pool": pool, "capture_error_mode": "thread_local"}
+    with torch.cuda.graph(graph, **options), graph_counters():
         outputs = run()
     return graph.replay, outputs

@@ -139,7 +139,9 @@ def train_step(
     for index, batch in enumerate(micro_batches):
         exchanging = index + 1 == len(micro_batches) and not is_local
         piece = Piece(batch, micro_batch_seed(config.seed, step, places[index]))
-        run = partial(_accumulate_gradient, state, batch, counts, exchanging=exchanging)
+        run = partial(
+            _accumulate_gradient, state, batch, counts, exchanging=exchanging, is_first=index == 0
+        )
         recovery.run(piece, run, exchanging=exchanging)
     state.phases.wait_for_ranks()
     if not is_local:
@@ -174,13 +176,19 @@ def _sample_attention_context(state: TrainState, step: int) -> None:
 
 
 def run_micro_batch(
-    state: TrainState, batch: Batch, counts: Tensor, *, exchanging: bool = False
+    state: TrainState,
+    batch: Batch,
+    counts: Tensor,
+    *,
+    exchanging: bool = False,
+    replace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of one micro-batch to that of the step, which has these `StepCounts`.
 
-    Return its share of each of `LOSSES`, (5,), and the loss of each of its utterances, (N,).
+    ``replace``: whether gradients are there that this micro-batch replaces where it can. Return its
+    share of each of `LOSSES`, (5,), and the loss of each of its utterances, (N,).
     """
-    with _weights_in_use(state, accumulate=not exchanging):
+    with _weights_in_use(state, accumulate=not exchanging, replace=replace):
         share, utterance_losses = _forward(state, state.model, batch, counts)
         with ranges.range("backward"):
             _to_differentiate(share, state.context).backward()
@@ -188,14 +196,16 @@ def run_micro_batch(
 
 
 def _accumulate_gradient(
-    state: TrainState, batch: Batch, counts: Tensor, *, exchanging: bool
+    state: TrainState, batch: Batch, counts: Tensor, *, exchanging: bool, is_first: bool
 ) -> tuple[Tensor, Tensor]:
     """Run or replay `run_micro_batch`; the last micro-batch of a step exchanges the gradients."""
     state.phases.compute(batch)
     sync = nullcontext() if exchanging else state.grad_sync.no_sync()
     adascale = state.adascale
     measured = nullcontext() if adascale is None else adascale.sample(batch.num_targets)
-    run = state.graph or partial(run_micro_batch, state, exchanging=exchanging)
+    run = partial(run_micro_batch, state, exchanging=exchanging)
+    if state.graph is not None:
+        run = partial(state.graph, replace=is_first and state.weights is not None)
     with sync, measured:
         share, utterance_losses = run(batch, counts)
     return share, utterance_losses
@@ -223,9 +233,13 @@ def _stacked(share: dict[str, Tensor]) -> Tensor:
     return torch.stack([share[name].detach() for name in LOSSES])
 
 
-def _weights_in_use(state: TrainState, *, accumulate: bool = False) -> AbstractContextManager:
+def _weights_in_use(
+    state: TrainState, *, accumulate: bool = False, replace: bool = False
+) -> AbstractContextManager:
     weights = state.weights
-    return nullcontext() if weights is None else weights.in_use(accumulate=accumulate)
+    if weights is None:
+        return nullcontext()
+    return weights.in_use(accumulate=accumulate, replace=replace)
 
 
 def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
@@ -289,7 +303,8 @@ def _update(
     with ranges.range("optimizer"):
         apply_update(optimizer, finite)
     # A CUDA graph accumulates gradients at the addresses of the time of recording.
-    clear_gradients(optimizer, keep_addresses=state.graph is not None)
+    replaced = set() if state.weights is None else state.weights.replaced
+    clear_gradients(optimizer, keep_addresses=state.graph is not None, replaced=replaced)
     if average is not None and not is_fused:
         average.update(step)
     return lr

@@ -107,6 +107,8 @@ def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any, device: str) -> int
         x for x in changed if device_of(x) == device
     ]
     skipped = {id(x) for x in changed} if name in _OVERWRITES or _writes_out(func) else set()
+    # Such as the sum that `addmm` adds to in place.
+    skipped -= {id(x) for x in args} if _writes_out(func) else set()
     read = [x for x in inputs if id(x) not in skipped]
     if name in _READS_ROWS and read:
         return sum(size(x) for x in unique(read[1:])) + 2 * sum(size(x) for x in unique(written))

@@ -94,4 +94,4 @@ def test_nor_do_they_break_that_of_a_micro_batch(recordings, monkeypatch) -> Non
 
     graph = MicroBatchGraph(lambda batch, counts: (counts,), torch.device("cpu"), [], [])
     graph._capture(run)
-    assert recordings == [{"capture_error_mode": "thread_local"}]
+    assert recordings == [{"pool": None, "capture_error_mode": "thread_local"}]

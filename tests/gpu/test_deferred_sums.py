@@ -183,3 +183,24 @@ def test_other_linear_layers_are_those_of_torch(is_autocast: bool, device: torch
     assert not counts
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_products_write_gradients_in_float32(device: torch.device, dtype: torch.dtype) -> None:
+    """Neither rounded nor added up in 16 bits, into gradients that need not be zero."""
+    model, _ = _projections(device)
+    copies = WeightCopies(model, dtype, accumulate=True)
+    copies.refresh()
+    inputs = [_integers(999, 16).abs().to(device) for _ in range(3)]
+    weight, results = model.rest.weight, []
+    for replace in (False, True):
+        for number, x in enumerate(inputs):
+            with copies.in_use(accumulate=True, replace=replace and number == 0):
+                model.rest(x.to(dtype)).sum().backward()
+            assert weight.grad is not None
+            results.append(weight.grad.clone())
+        weight.grad.fill_(torch.nan)
+    assert copies.replaced == {weight}
+    sums = torch.stack(inputs).sum(1).cumsum(0)
+    assert torch.equal(torch.stack(results), sums[:, None].expand(3, 8, 16).repeat(2, 1, 1))
+    # Not all of them exist in bfloat16.
+    assert not torch.equal(sums, sums.bfloat16().float())

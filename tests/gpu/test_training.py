@@ -13,10 +13,11 @@ from effasr.data.features import log_mel
 from effasr.model.transducer import TransducerConfig
 from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.step import TrainState, run_micro_batch, train_step
+from effasr.training.strategies.weight_copies import WeightCopies
 from effasr_kernels import OPERATIONS, TorchOp
 from effasr_kernels.runtime import launch
 from effasr_kernels.runtime.dispatch import Backend, load
-from tests.gpu.small_training import make_batch, make_train_state
+from tests.gpu.small_training import SHAPE, make_batch, make_train_state
 
 
 def losses(train_state: TrainState, steps: int = 2) -> list[float]:
@@ -69,6 +70,39 @@ def test_two_steps_in_bfloat16(device: torch.device, durations: tuple[int, ...] 
     with launch.diverted(None):
         expected = losses(make(torch.device("cpu")))
     np.testing.assert_allclose(found, expected, rtol=3e-2)
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="Triton's interpreter computes bfloat16 wrongly")
+@pytest.mark.extended
+def test_a_recording_replaces_gradients(device: torch.device) -> None:
+    """The first micro-batch of a step does not read those of the step before."""
+
+    def capture(run):
+        outputs = [x.clone() for x in expected_outputs]
+
+        def replay():
+            for output, value in zip(outputs, run(), strict=True):
+                output.copy_(value)
+
+        return replay, tuple(outputs)
+
+    expected_outputs = torch.zeros(5), torch.zeros(SHAPE.max_sequences)
+    weights = []
+    for is_recorded in (False, True):
+        state = make_train_state(device, "relative", half=True)
+        model = state.model
+        state = replace(state, weights=WeightCopies(model, accumulate=True))
+        if is_recorded:
+            run = partial(run_micro_batch, state)
+            graph = MicroBatchGraph(run, device, model.parameters(), model.buffers(), capture)
+            state = replace(state, graph=graph)
+        for step in range(2):
+            train_step(state, [make_batch(2 * step), make_batch(2 * step + 1)], step)
+        weights.append([*model.parameters()])
+    assert state.weights is not None
+    # All but those of norms, biases, convolutions and tables.
+    assert len(state.weights.replaced) >= 12
+    assert all(map(torch.equal, *weights))
 
 
 @pytest.fixture

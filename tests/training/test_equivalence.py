@@ -130,7 +130,7 @@ def test_the_run_is_the_same(case, make_train_state, make_lora_config, model_con
 Outputs = tuple[Tensor, ...]
 
 
-def record(run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
+def record(run: Callable[[], Outputs], pool: object = None) -> tuple[Callable[[], Any], Outputs]:
     """As a CUDA graph: nothing runs now, and each replay writes to the same outputs."""
     outputs: Outputs = (torch.full((5,), torch.nan), torch.full((4,), torch.nan))
 

@@ -3,9 +3,10 @@
 Autocast casts a float32 weight at its first use in every micro-batch, with one launch for each
 weight, and its gradient back, with another. Here all weights of matrix products and kernels are
 cast before the first micro-batch of a step, in a few multi-tensor launches, and the gradients of a
-layer together. The values are those of autocast: weights are rounded in the same way, and gradients
-are rounded to bfloat16 by the product that computes them, then added up over micro-batches in
-float32. Optimizer, checkpoints and validation see only the float32 weights.
+layer together. The weights are those of autocast. Of linear layers on a GPU, the product that
+computes the gradient writes it in float32, or adds it to ``grad``; gradients of other weights are
+rounded to bfloat16, as by autocast, then added up over micro-batches in float32. Optimizer,
+checkpoints and validation see only the float32 weights.
 
 Kernels leave the gradients of small parameters, such as biases, in partial sums, and linear layers
 leave those of their biases in the gradients of their outputs. Those of a layer are added up where
@@ -92,6 +93,9 @@ class WeightCopies:
             pair for layer in layers for pair in layer.pairs if not pair[0].requires_grad
         ]
         self._versions: dict[bool, list[int]] = {}
+        # Weights whose gradient the first micro-batch of a step replaces: the first product does
+        # not read it.
+        self.replaced: set[Tensor] = set()
         self._follows_updates = False
 
     def follow_updates(self) -> dict[Tensor, Tensor]:
@@ -115,16 +119,19 @@ class WeightCopies:
                     self._versions[is_trained] = versions
 
     @contextmanager
-    def in_use(self, *, accumulate: bool = False) -> Iterator[None]:
+    def in_use(self, *, accumulate: bool = False, replace: bool = False) -> Iterator[None]:
         """Let the modules have the copies in place of their weights, in forward and backward.
 
         A checkpointed layer reads its weights in the backward again. Gradients arrive at the
         float32 parameters. ``accumulate``: whether the backward in the block adds to ``grad``, as
-        `Tensor.backward` does, and no rank waits for a hook.
+        `Tensor.backward` does, and no rank waits for a hook. ``replace``: whether gradients that
+        are there already are of an earlier step; those in `replaced` need not be zero.
         """
         layers = [self._outside, *(layer for _, layer in self._layers)]
         for layer in layers:
             layer.accumulates = accumulate and self._accumulate
+            layer.replaced = self.replaced
+            layer.stale = set(layer.masters) if replace and layer.accumulates else set()
         handles = [
             root.register_forward_pre_hook(layer.connect_before) for root, layer in self._layers
         ]
@@ -164,6 +171,9 @@ class _Layer:
         self.pairs = [(x, torch.empty_like(x, dtype=dtype, requires_grad=False)) for x in masters]
         # Whether a backward adds to ``grad`` itself.
         self.accumulates = False
+        # Weights whose ``grad`` is of an earlier step, and those where a product has replaced it.
+        self.stale: set[Tensor] = set()
+        self.replaced: set[Tensor] = set()
         self._is_connected = False
         self._norms = [slot for slot in norms if _parameter(slot).requires_grad]
         self._of_norms = [_parameter(slot) for slot in self._norms]
@@ -206,12 +216,18 @@ class _Layer:
             module._parameters[name] = master  # type: ignore[assignment]
 
     def gradients(
-        self, upstream: Sequence[Tensor | None], shares: Sequence[Share]
+        self,
+        upstream: Sequence[Tensor | None],
+        shares: Sequence[Share],
+        products: dict[int, Tensor],
     ) -> list[Tensor | None]:
         """Return the gradients of the weights in their dtype; None for those added to ``grad``."""
         out: list[Tensor | None] = [None] * len(upstream)
         masters = self.masters
         summed = _with_shares(upstream, shares, masters)
+        for number, product in products.items():
+            other = summed[number]
+            summed[number] = product if other is None else product + other
         used = [(number, x) for number, x in enumerate(summed) if x is not None]
         used_masters, gradients = [masters[number] for number, _ in used], [x for _, x in used]
         sums = [master.grad for master in used_masters if master.grad is not None]
@@ -240,8 +256,8 @@ class _Connect(Function):
     @staticmethod
     def forward(ctx: Any, layer: _Layer, *masters: Tensor) -> tuple[Tensor, ...]:
         ctx.layer = layer
-        # Gets the gradients that kernels leave in partial sums.
-        ctx.partial_sums = []
+        # Get the gradients that kernels leave in partial sums, and those of products.
+        ctx.partial_sums, ctx.products = [], _Products(layer)
         ctx.takes_rows = layer.is_short
         ctx.set_materialize_grads(False)
         # New tensors, because the copies themselves would keep the graph alive.
@@ -253,7 +269,33 @@ class _Connect(Function):
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         shares, ctx.partial_sums = ctx.partial_sums, []
-        return None, *ctx.layer.gradients(grad_outputs, shares)
+        products, ctx.products.sums = ctx.products.sums, {}
+        return None, *ctx.layer.gradients(grad_outputs, shares, products)
+
+
+class _Products:
+    """Gradients of a layer's weights that products compute in float32."""
+
+    def __init__(self, layer: _Layer) -> None:
+        self._layer = layer
+        # Those that are not added to ``grad``, by the number of the weight.
+        self.sums: dict[int, Tensor] = {}
+
+    def add(self, number: int, left: Tensor, right: Tensor) -> None:
+        """Add ``left @ right`` to the gradient of a weight; the first product does not read it."""
+        # As above, a machine without a GPU may lack Triton.
+        from effasr_kernels.shared.projection import multiply, multiply_add
+
+        layer, master = self._layer, self._layer.masters[number]
+        if layer.accumulates and master.grad is not None:
+            total, is_first = master.grad, master in layer.stale
+            if is_first:
+                layer.stale.remove(master)
+                layer.replaced.add(master)
+        else:
+            is_first = number not in self.sums
+            total = self.sums.setdefault(number, torch.empty_like(master))
+        (multiply if is_first else multiply_add)(left, right, total)
 
 
 def _with_shares(

@@ -54,7 +54,7 @@ def test_a_recording_of_speech_serves_batches_of_text():
     model = speech_llm()
     parameters = list(model.parameters())
 
-    def run(batch, counts):
+    def run(batch, counts, **_):
         losses = model(batch)
         (losses.cross_entropy / counts).backward()
         return losses.cross_entropy.detach(), losses.per_utterance
