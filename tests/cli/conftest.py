@@ -138,6 +138,7 @@ def tune(effasr, workplace, tmp_path):
     def run(model: Path, recipe: str, language: str, *overrides: str) -> Path:
         tuned = effasr(
             "train", recipe, f"output={tmp_path}/runs", f"init_from={model}",
+            "training.validate_first=false",
             f"data.train={workplace.folder}/train", f"data.validation={workplace.folder}/dev",
             "data.frame_budget=60", "data.workers=0", "training.max_steps=1",
             "training.device=cpu", *overrides,

@@ -108,6 +108,20 @@ def test_a_canary_in_tuned_and_out(effasr, tune, canary, tmp_path, recipe):
     assert model.generation_config.decoder_start_token_id == start
 
 
+def test_a_model_of_cohere_in_tuned_and_out(effasr, tune, canary, tmp_path):
+    decoder = {"hidden_size": 12, "head_dim": 6, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.CohereAsrConfig(
+        **decoder, intermediate_size=20, vocab_size=CLASSES, encoder_config=ENCODER,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    name, source = "CohereAsrForConditionalGeneration", tmp_path / "source"
+    shutil.copytree(canary, source)
+    getattr(transformers, name)(config).save_pretrained(source)
+    model, _ = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "de", name)
+    tokenizer = load_model(tmp_path / "back").tokenizer
+    assert tokenizer.pieces()[model.generation_config.decoder_start_token_id] == "▁"
+
+
 @pytest.mark.parametrize("name", ["RNNT", "TDT", "CTC"])
 def test_a_parakeet_in_tuned_and_out(effasr, tune, tmp_path, name):
     source = make_parakeet(tmp_path / "source", name)

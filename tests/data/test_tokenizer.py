@@ -224,6 +224,12 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert names(tokenizer, prompt) == expected  # type: ignore[arg-type]
     with pytest.raises(UnknownLanguageError, match="must be one of de, en, but is 'fr'"):
         tokenizer.encode("un", "fr")
+    # The prompt of Cohere's model begins with a space, wherever its tokenizer is copied to.
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "cohere_asr"}')
+    load_tokenizer(tmp_path / "hf").save(tmp_path / "copy")
+    of_cohere = load_tokenizer(tmp_path / "copy")
+    request = Prompt("de", "en", "translate", punctuation=False)
+    assert [of_cohere.pieces()[token] for token in of_cohere.prompt(request)] == ["▁", *expected]
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:

@@ -42,7 +42,13 @@ def subsampling():
 
 
 @pytest.fixture
-def make_batch(subsampling):
+def is_causal():
+    """Whether the convolutions that subsample are."""
+    return False
+
+
+@pytest.fixture
+def make_batch(subsampling, is_causal):
     """Collate, exactly or in a static shape with a tail and empty sequences."""
 
     def make(examples: Sequence[Example], *, static: bool = False) -> Batch:
@@ -50,7 +56,7 @@ def make_batch(subsampling):
             frame_budget=40 * 8 // subsampling,
             token_budget=50,
             max_sequences=6,
-            framing=Framing(subsampling=subsampling),
+            framing=Framing(subsampling=subsampling, causal=is_causal),
         )
         framing = None if static else shape.framing
         return collate(list(examples), shape if static else None, framing=framing, **BATCH)

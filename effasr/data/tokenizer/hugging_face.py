@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import DOCUMENT_BYTES, open_regular, read_bytes, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
+_SETTINGS_FILE = "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE, _ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
 """Files of older checkpoints instead of ``tokenizer.json``."""
 
@@ -21,7 +23,7 @@ TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 """A token of Whisper's for a time."""
 
 _COMPANIONS = (
-    "tokenizer_config.json",
+    _SETTINGS_FILE,
     "special_tokens_map.json",
     _ADDED_FILE,
     VOCABULARY_FILE,
@@ -33,6 +35,7 @@ _PAD, _EOS, _UNKNOWN, _BLANK = "<pad>", "<|endoftext|>", "<unk>", "<blank>"
 _PROMPT_HEAD = ("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
 _PROMPT_TAIL = ("<|noitn|>", "<|notimestamp|>", "<|nodiarize|>")
 _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
+_SPACE, _COHERE = "▁", "CohereAsrProcessor"
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -98,7 +101,7 @@ class CanaryTokenizer(HuggingFaceTokenizer):
 
     A prompt is ``<|startofcontext|> <|startoftranscript|> <|emo:undefined|> <|source|>
     <|target|> <|pnc|> <|noitn|> <|notimestamp|> <|nodiarize|>``; the languages alone tell
-    transcription from translation.
+    transcription from translation. Cohere's model has a space before it.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -117,6 +120,20 @@ class CanaryTokenizer(HuggingFaceTokenizer):
             )
         self.pad_id = vocabulary[_PAD]
         self.eos_id = vocabulary[_EOS]
+        self._head = self._prompt_head(Path(directory))
+
+    def _prompt_head(self, folder: Path) -> tuple[str, ...]:
+        """Return the tokens before the languages; which model it is stays with the tokenizer."""
+        path, model = folder / _SETTINGS_FILE, folder / "config.json"
+        settings = read_json_object(path) if path.is_file() else {}
+        if model.is_file() and read_json_object(model).get("model_type") == "cohere_asr":
+            settings |= {"processor_class": _COHERE}
+            self._files[_SETTINGS_FILE] = json.dumps(settings, indent=2).encode()
+        if settings.get("processor_class") != _COHERE:
+            return _PROMPT_HEAD
+        if _SPACE not in self._vocabulary:
+            raise ValueError(f"{self._path}: must have the token {_SPACE!r}, but has not.")
+        return (_SPACE, *_PROMPT_HEAD)
 
     def encode(self, text: str, language: str) -> list[int]:
         """See `HuggingFaceTokenizer.encode`."""
@@ -127,7 +144,7 @@ class CanaryTokenizer(HuggingFaceTokenizer):
         """See `Tokenizer.prompt`."""
         languages = map(_tag, self.prompt_languages(prompt))
         pnc = _PUNCTUATION[prompt.punctuation]
-        names = (*_PROMPT_HEAD, *languages, pnc, *_PROMPT_TAIL)
+        names = (*self._head, *languages, pnc, *_PROMPT_TAIL)
         return [self._vocabulary[name] for name in names]
 
 

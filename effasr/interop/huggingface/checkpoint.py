@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Canary, Parakeet and Whisper models, read and written without it.
+"""Checkpoints of transformers' models of speech recognition, read and written without it.
 
 The models are the same functions: outputs, losses and gradients agree. Reading and writing need
 only safetensors; transformers >= 5.23 loads what is written here.
@@ -111,7 +111,9 @@ def _model_type(config: ModelConfig) -> str:
     if isinstance(config.encoder, WhisperEncoderConfig):
         return "whisper"
     if config.decoder is not None:
-        return "canary"
+        return "canary" if config.decoder.width == config.encoder.width else "cohere_asr"
+    if parakeet.is_streaming_transducer(config):
+        return "nemotron_asr_streaming"
     if config.transducer is not None:
         return "parakeet_rnnt" if config.transducer.durations is None else "parakeet_tdt"
     return "parakeet_ctc"

@@ -1,21 +1,25 @@
-"""transformers' ``CanaryForConditionalGeneration`` and ``ParakeetForCTC``, ``-RNNT``, ``-TDT``."""
+"""Classes of transformers with a FastConformer: Canary, Cohere's, Parakeets and Nemotrons."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from effasr.data.features.config import FeatureConfig
 from effasr.interop.huggingface.files import Content, ModelClass, SpecialTokens
-from effasr.interop.tables import Renames, Section, number, one_of, refuse
+from effasr.interop.nemo.config import read_contexts, write_contexts
+from effasr.interop.nemo.tables import renames as nemo_renames
+from effasr.interop.tables import Renames, Section, integer, number, one_of, only, refuse
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.nn.positions import decoder_sinusoids
 
 _log = logging.getLogger(__name__)
 
@@ -73,22 +77,46 @@ _FEATURES = Section(
         "window": ("win_length", 400),
         "hop": ("hop_length", 160),
         "preemphasis": ("preemphasis", 0.97, number),
-    }
+    },
+    fixed={"mel_filters_dtype": only("float32")},
 )
+_STREAMING = "nemotron_asr_streaming_encoder"
+"""An encoder with causal convolutions that attends to chunks of frames and what is before them."""
+
 # Where a Canary's file does not describe the encoder.
 _CANARY_ENCODER = {"num_hidden_layers": 32, "num_mel_bins": 128, "scale_input": False}
+# What Cohere's file may leave out of the encoder.
+_COHERE_ENCODER = {
+    "hidden_size": 1280,
+    "num_hidden_layers": 48,
+    "intermediate_size": 5120,
+    "num_mel_bins": 128,
+    "scale_input": False,
+    **dict.fromkeys(("dropout", "activation_dropout", "attention_dropout"), 0.0),
+}
 
 _QKV = ".self_attn.q_proj.", ".self_attn.k_proj.", ".self_attn.v_proj."
+_LAYER_NAMES = (
+    (".conv.pointwise1.", ".conv.pointwise_conv1."),
+    (".conv.pointwise2.", ".conv.pointwise_conv2."),
+    (".conv.depthwise.", ".conv.depthwise_conv."),
+    (".self_attn.qkv_proj.", _QKV),
+)
 _ENCODER_NAMES = (
     ("encoder.subsampling.conv.", "encoder.subsampling.layers.0."),
     ("encoder.subsampling.depthwise1.", "encoder.subsampling.layers.2."),
     ("encoder.subsampling.pointwise1.", "encoder.subsampling.layers.3."),
     ("encoder.subsampling.depthwise2.", "encoder.subsampling.layers.5."),
     ("encoder.subsampling.pointwise2.", "encoder.subsampling.layers.6."),
-    (".conv.pointwise1.", ".conv.pointwise_conv1."),
-    (".conv.pointwise2.", ".conv.pointwise_conv2."),
-    (".conv.depthwise.", ".conv.depthwise_conv."),
-    (".self_attn.qkv_proj.", _QKV),
+    *_LAYER_NAMES,
+)
+_STREAMING_NAMES = (
+    ("encoder.subsampling.conv.", "encoder.subsampling.conv_in."),
+    ("encoder.subsampling.depthwise1.", "encoder.subsampling.layers.0.depthwise_conv."),
+    ("encoder.subsampling.pointwise1.", "encoder.subsampling.layers.0.pointwise_conv."),
+    ("encoder.subsampling.depthwise2.", "encoder.subsampling.layers.1.depthwise_conv."),
+    ("encoder.subsampling.pointwise2.", "encoder.subsampling.layers.1.pointwise_conv."),
+    *_LAYER_NAMES,
 )
 CANARY: Renames = {
     "encoder.": (*_ENCODER_NAMES, ("encoder.", "model.encoder.")),
@@ -102,6 +130,17 @@ CANARY: Renames = {
         (".encoder_attn.kv_proj.", (".encoder_attn.k_proj.", ".encoder_attn.v_proj.")),
     ),
 }
+_NEMO = nemo_renames(hybrid=False)
+_POSITIONS = "transf_decoder._embedding.position_embedding.pos_enc"
+# transformers writes the names of the files that Cohere published, which are NeMo's.
+COHERE: Renames = {
+    **{prefix: _NEMO[prefix] for prefix in ("encoder.", "projection.")},
+    "decoder.": (
+        ("decoder.embed_positions.weight", _POSITIONS),
+        ("decoder.untied_weight", "log_softmax.mlp.layer0.weight"),
+        *_NEMO["decoder."],
+    ),
+}
 PARAKEET_CTC: Renames = {"encoder.": _ENCODER_NAMES, "ctc_head.": ()}
 PARAKEET_TRANSDUCER: Renames = {
     "encoder.": _ENCODER_NAMES,
@@ -113,24 +152,45 @@ PARAKEET_TRANSDUCER: Renames = {
         ("transducer.output.", "joint.head."),
     ),
 }
+NEMOTRON_STREAMING: Renames = {**PARAKEET_TRANSDUCER, "encoder.": _STREAMING_NAMES}
 
 
 def _read_canary(content: Content) -> tuple[ModelConfig, int]:
     mapping = content.config
-    tied = mapping.get("tie_word_embeddings", True)
+    decoder = _read_decoder(content, "decoder_config", mapping.get("decoder_config") or {}, True)
+    encoder = mapping.get("encoder_config") or _CANARY_ENCODER
+    return _read_model(content, encoder, decoder=decoder), mapping.get("vocab_size", 16384)
+
+
+def _read_cohere(content: Content) -> tuple[ModelConfig, int]:
+    mapping, weights = content.config, content.weights
+    for name in [name for name in weights if name.startswith("model.")]:
+        weights[name.removeprefix("model.")] = weights.pop(name)
+    decoder = _read_decoder(content, "config", {"head_dim": None, **mapping}, False)
+    encoder = _COHERE_ENCODER | (mapping.get("encoder_config") or {})
+    config = _read_model(content, encoder, decoder=replace(decoder, positions="learned"))
+    if decoder.width == config.encoder.width:
+        raise ValueError(
+            f"`hidden_size` must differ from that of the encoder, as the projection between them "
+            f"has no counterpart here otherwise, but is {decoder.width}."
+        )
+    return config, mapping.get("vocab_size", 16384)
+
+
+def _read_decoder(
+    content: Content, where: str, options: Mapping[str, Any], is_tied: bool
+) -> DecoderConfig:
+    tied = content.config.get("tie_word_embeddings", is_tied)
     if tied:
-        content.weights.pop("proj_out.weight", None)
-    options = mapping.get("decoder_config") or {}
-    fields, _ = _DECODER.read("decoder_config", options)
+        for name in ("proj_out.weight", "log_softmax.mlp.layer0.weight"):
+            content.weights.pop(name, None)
+    fields, _ = _DECODER.read(where, options)
     if options.get("num_key_value_heads") not in (None, fields["heads"]):
         raise ValueError(
-            f"`decoder_config.num_key_value_heads` must be {fields['heads']}, as "
-            f"`num_attention_heads` is, but is {options['num_key_value_heads']}: grouped queries "
-            "are not supported."
+            f"`{where}.num_key_value_heads` must be {fields['heads']}, as `num_attention_heads` "
+            f"is, but is {options['num_key_value_heads']}: grouped queries are not supported."
         )
-    decoder = DecoderConfig(**fields, tie_embeddings=tied)
-    config = _read_model(content, _CANARY_ENCODER, decoder=decoder)
-    return config, mapping.get("vocab_size", 16384)
+    return DecoderConfig(**fields, tie_embeddings=tied)
 
 
 def _read_ctc(content: Content) -> tuple[ModelConfig, int]:
@@ -141,7 +201,7 @@ def _read_ctc(content: Content) -> tuple[ModelConfig, int]:
             f"`pad_token_id` must be the last class, {classes - 1}, as it is the blank, "
             f"but is {blank}."
         )
-    return _read_model(content, ctc=True), classes - 1
+    return _read_model(content, content.config.get("encoder_config"), ctc=True), classes - 1
 
 
 def _read_transducer(content: Content) -> tuple[ModelConfig, int]:
@@ -163,14 +223,15 @@ def _read_transducer(content: Content) -> tuple[ModelConfig, int]:
     fields, _ = _TRANSDUCER.read("config", mapping)
     durations = tuple(mapping.get("durations", range(5))) if is_tdt else None
     transducer = TransducerConfig(**fields, joint=fields["width"], durations=durations)
-    return _read_model(content, transducer=transducer), classes - 1
+    encoder = mapping.get("encoder_config") or {}
+    if mapping["model_type"] == "nemotron_asr_streaming":
+        encoder = {"model_type": _STREAMING, **encoder}
+    return _read_model(content, encoder, transducer=transducer), classes - 1
 
 
-def _read_model(
-    content: Content, default: Mapping[str, Any] | None = None, **output: Any
-) -> ModelConfig:
-    """The features and the encoder, which a file may leave out, with one output."""
-    encoder = content.config.get("encoder_config") or default or {}
+def _read_model(content: Content, encoder: Mapping[str, Any] | None, **output: Any) -> ModelConfig:
+    """The features and the encoder, with one output."""
+    encoder = encoder or {}
     if encoder.get("layerdrop"):
         _log.warning("`layerdrop` = %s is not used in training here.", encoder["layerdrop"])
     bins = encoder.get("num_mel_bins", 80)
@@ -181,28 +242,47 @@ def _read_model(
         )
     features, _ = _FEATURES.read("preprocessor_config", content.preprocessor)
     fields, _ = _ENCODER.read("encoder_config", encoder)
+    is_streaming = encoder.get("model_type") == _STREAMING
+    if is_streaming:
+        fields |= _read_streaming(encoder)
     return ModelConfig(
-        features=FeatureConfig(**features, mel_bins=bins),
+        features=FeatureConfig(**features, mel_bins=bins, normalize=not is_streaming),
         encoder=FastConformerConfig(**fields),
         **{"decoder": None, **output},
     )
 
 
+def _read_streaming(encoder: Mapping[str, Any]) -> dict[str, Any]:
+    left = integer("encoder_config.sliding_window", encoder.get("sliding_window", 71)) - 1
+    option = "default_num_lookahead_tokens"
+    ahead = integer(f"encoder_config.{option}", encoder.get(option, 13))
+    # transformers takes the whole chunks that fit.
+    left -= left % (ahead + 1)
+    context = read_contexts([left, ahead], "chunked_limited")
+    return {"context": context, **_STREAMING_FIELDS}
+
+
+_STREAMING_FIELDS = {
+    "conv_norm": "layer_norm",
+    "causal_convolution": True,
+    "causal_subsampling": True,
+}
+
+
 def _write_canary(model: ASRModel, tokens: SpecialTokens) -> Content:
-    decoder, width = model.config.decoder, model.config.encoder.width
+    """Of a Canary; of Cohere's model if the decoder has another width than the encoder."""
+    decoder, is_cohere = model.config.decoder, model.projection is not None
     assert decoder is not None
     ids = tokens.fields(model.vocab_size)
     encoder = _write_encoder(model.config)
     refuse(
         "transformers",
         {
-            f"decoder.width={decoder.width}, not encoder.width={width}": decoder.width != width,
             f"decoder.width={decoder.width}, not a multiple of heads={decoder.heads}": (
                 decoder.width % decoder.heads != 0
             ),
-            f"decoder.positions={decoder.positions} (only sinusoidal)": (
-                decoder.positions != "sinusoidal"
-            ),
+            f"decoder.positions={decoder.positions} with decoder.width=encoder.width (only "
+            "sinusoidal)": decoder.positions != "sinusoidal" and not is_cohere,
             f"decoder.activation={decoder.activation} (only relu)": decoder.activation != "relu",
             "decoder.embedding_norm=False": not decoder.embedding_norm,
             "decoder.key_bias=False": decoder.bias and not decoder.key_bias,
@@ -215,24 +295,30 @@ def _write_canary(model: ASRModel, tokens: SpecialTokens) -> Content:
     if decoder.begin_suppress:
         generation["begin_suppress_tokens"] = list(decoder.begin_suppress)
     fields = {
-        "model_type": "canary",
+        "num_key_value_heads": decoder.heads,
+        **_DECODER.write(decoder),
+        "head_dim": decoder.head_width,
+    }
+    if not is_cohere:
+        fields |= {key: ids[key] for key in ids if key != "decoder_start_token_id"}
+        fields |= {"model_type": "canary_decoder", "vocab_size": model.vocab_size}
+        fields = {"decoder_config": fields}
+    fields |= {
+        "model_type": "cohere_asr" if is_cohere else "canary",
         "encoder_config": encoder,
-        "decoder_config": {
-            "model_type": "canary_decoder",
-            "vocab_size": model.vocab_size,
-            "num_key_value_heads": decoder.heads,
-            **_DECODER.write(decoder),
-            "head_dim": decoder.head_width,
-            **{key: ids[key] for key in ids if key != "decoder_start_token_id"},
-        },
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": decoder.tie_embeddings,
         "is_encoder_decoder": True,
         **ids,
     }
-    # transformers' output layer always has a bias.
-    bias = {"proj_out.bias": torch.zeros(model.vocab_size)}
-    return Content(fields, _write_features(model.config.features), generation, bias)
+    # transformers' output layer always has a bias, and Cohere's model always a table of positions.
+    bias = "log_softmax.mlp.layer0.bias" if is_cohere else "proj_out.bias"
+    weights = {bias: torch.zeros(model.vocab_size)}
+    if is_cohere and decoder.positions == "sinusoidal":
+        table = decoder_sinusoids(torch.arange(decoder.max_positions), decoder.width)
+        weights[_POSITIONS] = table
+    kind = "CohereAsr" if is_cohere else "Parakeet"
+    return Content(fields, _write_features(model.config.features, kind), generation, weights)
 
 
 def _write_ctc(model: ASRModel, tokens: SpecialTokens) -> Content:
@@ -267,9 +353,15 @@ def _write_transducer(model: ASRModel, tokens: SpecialTokens) -> Content:
         raise ValueError(
             f"`pad_id` must be in the vocabulary of {blank}, but is {pad_id}: pass the tokenizer's."
         )
+    is_streaming = is_streaming_transducer(model.config)
+    if is_streaming:
+        model_type, encoder = "nemotron_asr_streaming", _write_streaming_encoder(model.config)
+    else:
+        model_type = "parakeet_rnnt" if durations is None else "parakeet_tdt"
+        encoder = _write_encoder(model.config)
     fields = {
-        "model_type": "parakeet_rnnt" if durations is None else "parakeet_tdt",
-        "encoder_config": _write_encoder(model.config),
+        "model_type": model_type,
+        "encoder_config": encoder,
         **_TRANSDUCER.write(transducer),
         "vocab_size": blank + 1,
         "blank_token_id": blank,
@@ -288,7 +380,44 @@ def _write_transducer(model: ASRModel, tokens: SpecialTokens) -> Content:
                 "of the durations %s for their values.",
                 list(durations),
             )
-    return Content(fields, _write_features(model.config.features), generation)
+    kind = "NemotronAsrStreaming" if is_streaming else "Parakeet"
+    return Content(fields, _write_features(model.config.features, kind), generation)
+
+
+def is_streaming_transducer(config: ModelConfig) -> bool:
+    """Return whether a model is an RNN-T over an encoder such as Nemotron's."""
+    encoder, transducer = config.encoder, config.transducer
+    if not isinstance(encoder, FastConformerConfig) or transducer is None:
+        return False
+    fields = {name: getattr(encoder, name) for name in _STREAMING_FIELDS}
+    return fields == _STREAMING_FIELDS and transducer.durations is None
+
+
+def _write_streaming_encoder(config: ModelConfig) -> dict[str, Any]:
+    encoder = config.encoder
+    assert isinstance(encoder, FastConformerConfig)
+    contexts = write_contexts(encoder.context) or {"att_context_style": ""}
+    refuse(
+        "transformers",
+        {
+            f"position={encoder.position} (only relative)": encoder.position != "relative",
+            f"context={encoder.context} (only one, of chunks after a number of whole ones)": (
+                len(encoder.context) != 1
+                or encoder.context[0].left is None
+                or contexts["att_context_style"] != "chunked_limited"
+            ),
+            "subsampling_norm": encoder.subsampling_norm,
+            f"input_positions={encoder.input_positions} (only 0)": encoder.input_positions != 0,
+            "features.normalize=True": config.features.normalize,
+        },
+    )
+    (context,) = encoder.context
+    assert context.left is not None
+    return {
+        **_write_sizes(config, _STREAMING),
+        "sliding_window": context.left + 1,
+        "default_num_lookahead_tokens": context.chunk - 1,
+    }
 
 
 def _write_encoder(config: ModelConfig) -> dict[str, Any]:
@@ -307,18 +436,22 @@ def _write_encoder(config: ModelConfig) -> dict[str, Any]:
             "features.normalize=False": not config.features.normalize,
         },
     )
+    return _write_sizes(config, "parakeet_encoder")
+
+
+def _write_sizes(config: ModelConfig, model_type: str) -> dict[str, Any]:
     return {
-        "model_type": "parakeet_encoder",
-        "num_key_value_heads": encoder.heads,
+        "model_type": model_type,
+        "num_key_value_heads": config.encoder.heads,
         "num_mel_bins": config.features.mel_bins,
         "layerdrop": 0.0,
-        **_ENCODER.write(encoder),
+        **_ENCODER.write(config.encoder),
     }
 
 
-def _write_features(config: FeatureConfig) -> dict[str, Any]:
+def _write_features(config: FeatureConfig, kind: str = "Parakeet") -> dict[str, Any]:
     return {
-        "feature_extractor_type": "ParakeetFeatureExtractor",
+        "feature_extractor_type": f"{kind}FeatureExtractor",
         "feature_size": config.mel_bins,
         **_FEATURES.write(config),
         "padding_side": "right",
@@ -330,6 +463,16 @@ def _write_features(config: FeatureConfig) -> dict[str, Any]:
 CLASSES = {
     "canary": ModelClass(
         "CanaryForConditionalGeneration", "decoder", CANARY, _read_canary, _write_canary
+    ),
+    "cohere_asr": ModelClass(
+        "CohereAsrForConditionalGeneration", "decoder", COHERE, _read_cohere, _write_canary
+    ),
+    "nemotron_asr_streaming": ModelClass(
+        "NemotronAsrStreamingForRNNT",
+        "transducer",
+        NEMOTRON_STREAMING,
+        _read_transducer,
+        _write_transducer,
     ),
     "parakeet_ctc": ModelClass("ParakeetForCTC", "ctc", PARAKEET_CTC, _read_ctc, _write_ctc),
     "parakeet_rnnt": ModelClass(
