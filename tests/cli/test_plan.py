@@ -59,30 +59,6 @@ def test_the_json_has_what_was_agreed(effasr, corpus):
     assert not any(isinstance(value, float) and not math.isfinite(value) for value in made.values())
 
 
-def test_all_strategies_are_one_object(effasr, corpus):
-    done = effasr(
-        "plan", "--manifest", corpus, "--frame-budget", 2000, "--strategy", "all", "--json"
-    )
-    made = json.loads(done.out)
-    assert list(made) == ["random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "packed"]
-    assert made["packed"]["padding_flops"] < 0.005
-    assert made["random"]["padding_flops"] > 0.4 > made["bucketed"]["padding_flops"] > 0.02
-    work = [item["flops_per_audio_hour"] for item in made.values()]
-    assert max(work) == work[0]
-    assert min(work) == work[-1]
-    assert 0 <= made["sync_bucketed"]["bucket_mismatch"] <= made["bucketed"]["bucket_mismatch"] <= 1
-    assert made["sync_bucketed_2d"]["padding_tokens"] < made["sync_bucketed"]["padding_tokens"]
-
-
-def test_random_batches_of_a_given_size(effasr, corpus):
-    arguments = ("plan", "--manifest", corpus, "--strategy", "random", "--json", "--world-size", 2)
-    made = json.loads(effasr(*arguments, "--batch-size", 16).out)
-    other = json.loads(effasr(*arguments, "--batch-size", 16, "--seed", 5).out)
-    assert other["padding_frames"] != made["padding_frames"]
-    assert 15.9 < made["batch_utterances"] <= 16
-    assert 0.3 < made["padding_frames"] < 0.7
-
-
 def test_what_a_person_reads(effasr, corpus, tmp_path):
     listed = tmp_path / "dropped.jsonl"
     done = effasr(
@@ -227,16 +203,6 @@ def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path):
     row = next(line for line in effasr("plan", *options).out.splitlines() if "| bucketed" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["bucketed", *[""] * 10, str(made["bucketed"]["steps"]), "25"]
-
-
-def test_ranks_that_cannot_share_a_step(effasr, corpus):
-    """Packed goes on, with empty micro-batches that count as padding; lhotse's samplers cannot."""
-    arguments = ("--manifest", corpus, "--micro-batches", 3, "--world-size", 2)
-    made = json.loads(effasr("plan", *arguments, "--frame-budget", 1000, "--json").out)
-    assert made["padding_frames"] > 0.24
-    failed = effasr("plan", *arguments, "--strategy", "random")
-    assert failed.code == 2
-    assert "`micro_batches` must be a multiple of the number of ranks" in failed.error
 
 
 def test_choices_are_the_strategies_that_there_are():

@@ -93,17 +93,6 @@ def test_the_shape_is_derived_where_it_is_not_given(nemo, tokenizer):
     assert (provided.shape.token_budget, provided.shape.max_sequences) == (33, 4)
 
 
-def test_the_fingerprint_follows_texts_and_order(nemo, tokenizer):
-    manifest = nemo(4)
-    first = load_corpus(manifest, tokenizer).fingerprint
-    assert load_corpus(manifest, tokenizer).fingerprint == first
-    lines = manifest.read_text().splitlines()
-    manifest.write_text("\n".join(reversed(lines)))
-    assert load_corpus(manifest, tokenizer).fingerprint != first
-    manifest.write_text("\n".join(lines).replace('"one two"', '"one six"'))
-    assert load_corpus(manifest, tokenizer).fingerprint != first
-
-
 def test_a_corpus_without_anything_to_train_on_is_refused(nemo, tokenizer):
     with pytest.raises(
         ValueError, match=r"no utterance can be trained on \(3 dropped; the first: "

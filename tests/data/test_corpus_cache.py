@@ -260,6 +260,14 @@ def test_a_manifest_that_changes_while_it_is_read(nemo, tokenizer, folder, monke
     assert not list(folder.glob("*.corpus"))
 
 
+def test_a_long_reading_says_how_far_it_is(nemo, tokenizer, folder, monkeypatch):
+    monkeypatch.setattr(corpus_cache, "_NOTE_EVERY_S", 0.0)
+    notes = []
+    load(nemo(3), tokenizer, None, notes)
+    assert len(notes) == 1
+    assert notes[0].startswith("reading manifests: 3 utterances, ")
+
+
 def test_old_files_of_the_same_manifests_are_removed_unless_they_are_used(nemo, tokenizer, folder):
     manifest, notes = nemo(3), []
     used = load(manifest, tokenizer, folder, notes)

@@ -30,14 +30,6 @@ def real_rows(mel: MelFrames) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("samples", "mel", "frames"), [(0, 0, 0), (159, 0, 0), (160, 1, 1), (1439, 8, 1), (1440, 9, 2)]
-)
-def test_frame_counts(samples: int, mel: int, frames: int) -> None:
-    assert FeatureConfig().mel_frames(samples) == mel
-    assert FeatureConfig().encoder_frames(samples) == frames
-
-
 @pytest.mark.parametrize("subsampling", [8, 4])
 @pytest.mark.parametrize(("mel_bins", "n_fft"), [(64, 512), (80, 512), (128, 512), (128, 1024)])
 def test_a_pack_gives_what_transformers_gives_for_each_utterance(mel_bins, n_fft, subsampling):
@@ -50,27 +42,6 @@ def test_a_pack_gives_what_transformers_gives_for_each_utterance(mel_bins, n_fft
         expected = extractor(wave.numpy(), sampling_rate=16_000, return_tensors="pt")
         theirs = expected.input_features[0][expected.attention_mask[0]]
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("subsampling", "frames"), [(8, 2 + 2), (4, 3 + 3)])
-def test_rows_that_are_not_real_are_zero(subsampling: int, frames: int) -> None:
-    config = FeatureConfig(subsampling=subsampling)
-    mel = log_mel(config, utterances(1600, 100, 2000), spare=2, extra=1)
-    assert mel.lengths.tolist() == [10, 0, 12, 0]
-    assert mel.mask.sum() == 22
-    assert mel.values[~mel.mask].abs().max() == 0
-    assert mel.values.shape == (subsampling * (frames + 2), 80)
-
-
-@pytest.mark.parametrize("subsampling", [8, 4])
-def test_features_do_not_depend_on_the_neighbours(subsampling: int) -> None:
-    config = FeatureConfig(subsampling=subsampling)
-    first, second, third = utterances(3000, 2719, 5000)
-    packed = real_rows(log_mel(config, [first, second, third], spare=4))[1]
-    alone = real_rows(log_mel(config, [second]))[0]
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
-    loud = [torch.full_like(first, torch.nan), second, torch.full_like(third, torch.nan)]
-    assert torch.equal(real_rows(log_mel(config, loud, spare=4))[1], packed)
 
 
 def test_short_and_silent_utterances_are_finite() -> None:

@@ -109,6 +109,14 @@ def test_parts_of_a_recording(tmp_path, suffix, names) -> None:
     assert dropped == []
 
 
+def test_a_huge_field_is_listed(folder, tmp_path) -> None:
+    huge = "x" * 200_000
+    (folder / "metadata.csv").write_text(f'file_name,text\nc0.wav,"a, {huge}"\nc1.wav,b\n')
+    kept, dropped = prepared(folder, tmp_path)
+    assert texts(kept) == ["b"]
+    assert [row["id"] for row in dropped][:2] == ["metadata.csv:2", "c0"]
+
+
 def test_columns_that_are_not_read_are_named(folder, tmp_path, caplog) -> None:
     (folder / "metadata.csv").write_text("file_name,text,begin_s,up_votes\nc0.wav,a,1.0,2\n")
     prepared(folder, tmp_path)

@@ -53,17 +53,6 @@ def test_a_path_gains_its_phrases_and_gives_back_the_others(phrases, texts) -> N
         assert float((-tree.ends(states)).max()) <= tree.largest
 
 
-def test_a_phrase_that_breaks_off_gives_back_what_it_gained() -> None:
-    tree = BoostTree({(0, 1, 2): 1.0, (1, 3): 1.0}, 5)
-    bonuses, state = [], torch.zeros(1, dtype=torch.int64)
-    for token in (0, 1, 3, 4):
-        bonuses.append(float(tree.rows(state)[0, token]))
-        state = tree.advanced(state, torch.tensor([token]))
-    # 3 ends the longer phrase, and completes the other.
-    assert bonuses == [1.0, 1.0, 0.0, 0.0]
-    assert [float(tree.ends(torch.tensor(n))) for n in range(3)] == [0.0, -1.0, -2.0]
-
-
 def logits_of(*frames: dict[int, float]) -> torch.Tensor:
     """Of 5 tokens and the blank, -9 but for these."""
     rows = torch.full((len(frames), 6), -9.0)

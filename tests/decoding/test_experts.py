@@ -72,20 +72,6 @@ def test_an_utterance_is_decoded_by_its_expert(
     assert differ > 3, "the test needs experts that matter"
 
 
-@pytest.mark.parametrize("options", SEARCHES[1:], ids=IDS[1:])
-def test_scores_of_a_search_are_those_of_the_whole_text(
-    options, experts, examples, tokenizer
-) -> None:
-    result = decode_all(examples, experts, tokenizer, nbest=2, score_parts=True, **options)
-    share = options.get("ctc_weight", 0.0)
-    for hypothesis in (x for item in result for x in item.alternatives):
-        parts = hypothesis.parts
-        assert parts is not None
-        assert parts.ctc is not None
-        expected = (1 - share) * parts.model + (share * parts.ctc if share else 0.0)
-        assert hypothesis.score == pytest.approx(expected, abs=1e-3)
-
-
 @pytest.mark.parametrize("paged", [False, True])
 def test_an_expert_stays_with_its_utterance_in_a_slot(paged, experts, examples, tokenizer) -> None:
     """Three slots for seven utterances, which enter as others end."""

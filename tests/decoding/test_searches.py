@@ -69,14 +69,6 @@ def test_no_utterance_and_no_audio(name, models, examples, tokenizer) -> None:
         assert results[1] == Decoded(())
 
 
-def test_results_keep_no_graph(examples, model, tokenizer) -> None:
-    seen = []
-    hook = model.encoder.register_forward_hook(lambda _, __, out: seen.append(out))
-    decode_all(examples[:1], model, tokenizer)
-    hook.remove()
-    assert not seen[0].values.requires_grad
-
-
 def test_some_texts_end_and_some_are_stopped(examples, model, tokenizer) -> None:
     """Both ways out of the loop are needed for the other tests to mean anything."""
     results = decode_all(examples, model, tokenizer)

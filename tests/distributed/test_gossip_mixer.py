@@ -178,19 +178,6 @@ def test_a_device_that_is_always_behind_is_seen_all_the_same():
     assert seen[-1] >= 15, seen
 
 
-def test_weights_become_a_row_and_a_row_is_added_to_weights():
-    tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(4, 3).t(), torch.zeros(0, 2)]
-    tensors[0].requires_grad_()
-    weights = FlatWeights(tensors)
-    row = torch.empty(weights.count)
-    assert weights.copy_to(row).query()
-    assert torch.equal(row, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
-    before = [tensor.detach().clone() for tensor in tensors]
-    add_flat(tensors, row)
-    for tensor, old in zip(tensors, before, strict=True):
-        torch.testing.assert_close(tensor.detach(), 2 * old)
-
-
 topologies = st.sampled_from(["ring", "random"])
 
 

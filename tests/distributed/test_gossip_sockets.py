@@ -68,12 +68,6 @@ def error_of(call: Future, within_s: float = 5.0) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-@pytest.mark.parametrize("numel", [0, 1, 2, MUCH])
-def test_what_is_sent_arrives(dtype, numel):
-    talk(*connect(0, 1), torch.arange(numel).to(dtype))
-
-
 def test_a_neighbour_that_ends_in_the_midst_of_a_message_is_lost_at_once():
     active, passive = connect(0, 1)
     with ThreadPoolExecutor(8) as pool:
@@ -166,13 +160,6 @@ def test_a_forked_child_keeps_no_connection_open():
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_connections_end_with_their_transport():
-    active, passive = connect(0, 1)
-    del active
-    with pytest.raises(PeerLost, match="closed by the other side"):
-        passive.receive(torch.zeros(1), 0, 5.0)
 
 
 def test_addresses_are_those_of_the_interfaces_that_are_named(monkeypatch):
@@ -393,44 +380,6 @@ def test_a_huge_length_of_an_authenticated_peer_takes_no_memory():
             # KiB: no more than a test allocates by the way.
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
             gossip.abandon()
-
-
-def test_a_thousand_connections_keep_no_learner_out(monkeypatch):
-    monkeypatch.setattr(listener, "_PENDING", 16)
-    store, clients = HashStore(), []
-    with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(SocketTransport, store, 1, [0], 60.0)
-        endpoint = endpoint_of(store)
-        try:
-            # As many at a time as the descriptors of a test process allow.
-            for number in range(1000):
-                client = socket.create_connection(endpoint, 5.0)
-                clients.append(client)
-                if number >= 300:
-                    clients[number - 300].close()
-            active = SocketTransport(store, 0, [1], 30.0)
-            talk(active, listening.result(), torch.arange(10_000.0), times=20)
-        finally:
-            for client in clients:
-                client.close()
-    assert listening.result().rejected_connections == 1000
-
-
-def test_one_that_says_nothing_or_little_is_dropped_in_time(monkeypatch):
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.3)
-    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(local.accept, {0}, time.monotonic() + 4.0)
-        with socket.create_connection(tuple(local.endpoints[0]), 5.0) as client:
-            assert len(client.recv(100)) == 32
-            began = time.monotonic()
-            with suppress(OSError):
-                while time.monotonic() - began < 3.5:
-                    client.sendall(b"x")
-                    time.sleep(0.02)
-            # Not 0.3 s after the last byte: after the first moment.
-            assert time.monotonic() - began < 3.0
-        assert accepting.result() == {}
-        assert local.rejected_connections == 1
 
 
 def test_what_was_recorded_cannot_be_replayed():

@@ -74,16 +74,6 @@ def test_a_rank_that_was_left_out_hides_no_failure_of_the_others():
     assert record_failure(store, 3, "connection closed", 1) == "rank 2: no memory left"
 
 
-def test_a_process_alone_talks_to_nobody():
-    with distributed_context("cpu", environment={}) as context:
-        assert context == DistributedContext(0, 1, torch.device("cpu"))
-        assert context.is_main
-        assert context.all_reduce(torch.tensor([2.0])).item() == 2.0
-        assert context.all_gather("x") == ["x"]
-        assert context.broadcast("x") == "x"
-        assert not torch.distributed.is_initialized()
-
-
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="`device` must be auto, cpu or cuda, but is 'tpu'"):
         distributed_context("tpu", environment={}).__enter__()
@@ -194,11 +184,6 @@ def test_a_rank_0_that_does_not_answer_is_named():
         done = run_environment(environment | {"RANK": "1", "WORLD_SIZE": "2"}, timeout_s=1)
     assert f"rank 1 cannot join the others at localhost:{port} (`MASTER_ADDR`" in done
     assert "within 1 s (training.timeout_s): start all 2 ranks" in done
-
-
-def test_empty_variables_are_those_of_one_process():
-    with distributed_context("cpu", environment={"RANK": "", "WORLD_SIZE": ""}) as context:
-        assert (context.rank, context.size) == (0, 1)
 
 
 def test_the_tasks_of_srun_are_ranks():

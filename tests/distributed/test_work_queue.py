@@ -66,18 +66,6 @@ def test_what_a_lost_learner_has_begun_is_seized_once(store):
     assert list(other_items[1].unfinished(0, 2)) == [1]
 
 
-def test_the_store_forgets_what_is_over(store):
-    claims = WorkQueue(store, 0, first=0)
-    for _ in range(3):
-        claim = claims.reserve()
-        claims.begin(claim)
-        claims.finish(claim)
-    before = store.num_keys()
-    claims.forget()
-    assert store.num_keys() == before - 6
-    assert claims.reserve() == 3
-
-
 def all_meet(members: list[Membership], limit_s: float = 10.0) -> list[list[int]]:
     def meet(one: Membership) -> list[int]:
         until = time.monotonic() + limit_s

@@ -45,16 +45,3 @@ def test_the_example_of_an_operation_runs(name):
     assert re.search(r"^(assert|torch.testing)", text, re.M)
     torch.manual_seed(0)
     exec(compile(text, str(EXAMPLES / f"{name}.py"), "exec"), {})
-
-
-def test_a_docstring_becomes_markdown(generate):
-    text = generate.markdown(
-        "Add ``x``.\n\n.. math::\n    y &= x \\\\\n    z &= y\n\nfor all\nrows.\n\n"
-        "Args:\n    x: (T, C), the\n        first.\n    y: See https://example.org/a.\n\n"
-        "Returns:\n    The sum.\n"
-    )
-    assert text == (
-        "Add `x`.\n\n```math\n\\begin{aligned}\ny &= x \\\\\nz &= y\n\\end{aligned}\n```\n\n"
-        "for all rows.\n\n### Arguments\n\n- **`x`**: (T, C), the first.\n"
-        "- **`y`**: See <https://example.org/a>.\n\n### Returns\n\nThe sum."
-    )

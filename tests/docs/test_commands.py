@@ -201,27 +201,6 @@ def test_every_block_of_commands_is_marked(page):
             assert not re.search(rf"^({programs}) ", text, re.M), text
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["effasr", "transcribe", "--runs", "runs/NAME", "FILE"],
-        ["effasr", "train", "demo", "optimizer.learning_rate=1"],
-        ["effasr", "train", "demos"],
-        ["torchrun", "--nproc-per-node", "2", "effasr/trains.py", "demo"],
-        ["python", "profiling/study.py", "padding", "--lists"],
-        ["make", "demos"],
-        ["pip", "install", ".[hugging]"],
-        ["pytest", "tests/gpus"],
-        ["sbatch", "profiling/slurm/trains.sbatch"],
-        ["effasr", "transcribes"],
-    ],
-)
-def test_wrong_commands_are_found(words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((AssertionError, ValueError, SystemExit)):
-        CHECKS[words[0]](words[1:])
-
-
 YAML = [(page.name, text) for page in PAGES for _, text in blocks(page, "yaml")]
 
 

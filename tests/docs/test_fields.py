@@ -1,7 +1,6 @@
 """The page of fields is that of the docstrings, and has every field of a recipe."""
 
 import dataclasses
-from dataclasses import dataclass
 
 import pytest
 
@@ -40,31 +39,3 @@ def _check(config: object, path: str, paths: set[str]) -> None:
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
             _check(value, f"{path}.{field.name}".lstrip("."), paths)
-
-
-def test_values_and_defaults_are_those_of_yaml(generate):
-    @dataclass
-    class Section:
-        """A section.
-
-        Attributes:
-            kind: Which one.
-            names: Names of things, which
-                go on.
-            eps: Small.
-
-        Raises:
-            ValueError: Never.
-        """
-
-        kind: str = ""
-        names: tuple[str, ...] = ("a", "b")
-        eps: float = 1e-8
-
-    assert generate.meanings(Section) == {
-        "kind": "Which one.", "names": "Names of things, which go on.", "eps": "Small."
-    }  # fmt: skip
-    defaults = [generate._default(field) for field in dataclasses.fields(Section)]
-    assert defaults == ['`""`', "`[a, b]`", "`1e-08`"]
-    assert generate.describe(tuple[str, ...], {}) == "list: text"
-    assert generate.describe(bool | None, {}) == "true or false or null"

@@ -85,28 +85,6 @@ def test_a_layout_makes_each_table_once(device: torch.device) -> None:
     assert shared.with_tile_tables().tile_tables == {}
 
 
-def test_a_batch_without_sequences_is_all_tail(device: torch.device) -> None:
-    layout = PackedLayout.from_lengths([], device, rows=20)
-    owner, visits = (torch.zeros(20, dtype=torch.int32, device=device) for _ in range(2))
-    grid = (count_tiles(20, 0, 16),)
-    arguments = layout.cu_seqlens, owner, visits, 0, 20
-    launch(claim_rows, grid, *arguments, num_warps=1, BLOCK=16)
-    assert visits.tolist() == [1] * 20
-    assert count_tiles(0, 0, 16) == 0
-
-
-def test_a_recorded_launch_does_not_run(device: torch.device) -> None:
-    layout = PackedLayout.from_lengths([3], device)
-    owner, visits = (torch.zeros(3, dtype=torch.int32, device=device) for _ in range(2))
-    with recording() as launches:
-        launch(claim_rows, (1,), layout.cu_seqlens, owner, visits, 1, 3, num_warps=2, BLOCK=16)
-    (found,) = launches
-    assert found.grid == (1,)
-    assert found.constants == {"BLOCK": 16}
-    assert found.options["num_warps"] == 2
-    assert visits.sum() == 0
-
-
 def test_the_interpreter_refuses_bfloat16(device: torch.device) -> None:
     if not INTERPRETED:
         pytest.skip("elsewhere it is computed right")

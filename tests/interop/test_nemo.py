@@ -1,7 +1,6 @@
 """NeMo itself made the models in `nemo/`, and noted what they compute; see `nemo/make.py`."""
 
 import itertools
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -231,15 +230,6 @@ def test_export_is_the_inverse_of_import(model, imported, case, tmp_path):
         assert torch.allclose(value, theirs.weights[renamed[key]], atol=1e-6), key
 
 
-@pytest.mark.parametrize("case", ["canary"], scope="module")
-def test_a_folder_is_as_good_as_a_file(imported, tmp_path):
-    with tarfile.open(FOLDER / "canary.nemo") as tar:
-        tar.extractall(tmp_path, filter="data")
-    again = import_nemo(tmp_path)
-    assert again.config == imported.config
-    assert all(torch.equal(again.state[key], value) for key, value in imported.state.items())
-
-
 TEXTS = {
     "en": ["the red dog ran to the barn", "a cat and a dog", "go home now"],
     "de": ["der rote hund lief zum haus", "das ist ein haus", "geh heim"],
@@ -361,21 +351,6 @@ def test_a_context_hides_what_nemos_hides(size, style, rows):
     (context,) = read_contexts(size, style)
     hidden = context.hidden(rows, torch.device("cpu"))
     assert torch.equal(~hidden, _seen_by_nemo(rows, *size, style))
-
-
-@pytest.mark.parametrize(
-    ("size", "style"),
-    [
-        ([-1, -1], "regular"),
-        ([70, 13], "chunked_limited"),
-        ([[70, 13], [70, 6], [70, 0]], "chunked_limited"),
-        ([8, 4], "regular"),
-        ([[8, 4], [-1, 2]], "regular"),
-    ],
-)
-def test_contexts_are_written_as_they_are_read(size, style):
-    written = write_contexts(read_contexts(size, style))
-    assert written == {"att_context_size": size, "att_context_style": style}
 
 
 def test_what_nemo_has_not_is_not_written():

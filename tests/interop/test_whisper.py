@@ -27,7 +27,6 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model, recomputed_costs
 from effasr.model.learning_cost import learning_cost, unreached_layers
-from effasr.nn import attention as attention_module
 from effasr.nn.positions import whisper_sinusoids
 from effasr.nn.stack import apply_activation_checkpointing
 from tests.interop.whisper import (
@@ -136,24 +135,6 @@ def test_encoder_logits_loss_and_gradients(minimum_s, static, checkpoint, theirs
     for name, expected in gradients.items():
         scale = max(1.0, expected.abs().max().item())
         torch.testing.assert_close(result[name] / scale, expected / scale, **TOLERANCE)
-
-
-def test_the_encoder_attends_without_positions_and_is_one_graph(checkpoint, prompt, monkeypatch):
-    model = load(checkpoint, 0.0)
-    batch = packed(model, spoken(LENGTHS, prompt), static=True)
-    expected, seen = model.encode(batch).values, []
-    attention = attention_module.attention
-
-    def watched(*args, **options):
-        seen.append((options["position"], options["causal"]))
-        return attention(*args, **options)
-
-    monkeypatch.setattr(attention_module, "attention", watched)
-    model.encode(batch)
-    assert seen == [(None, False)] * 2
-    monkeypatch.undo()
-    compiled = torch.compile(model.encode, fullgraph=True, dynamic=False, backend="eager")
-    torch.testing.assert_close(compiled(batch).values, expected)
 
 
 def generated(theirs, checkpoint, example, **options):
@@ -326,13 +307,6 @@ def test_encoder_and_features_must_fit(checkpoint):
         ModelConfig(features=features, encoder=config.encoder)
 
 
-def test_too_long_an_utterance_is_refused(checkpoint, prompt):
-    model = load(checkpoint, 0.0)
-    batch = packed(model, spoken((32_400,), prompt), static=False)
-    with pytest.raises(ValueError, match="`max_frames` must be at least the 101 frames"):
-        model.encode(batch)
-
-
 @pytest.mark.parametrize("minimum_s", [SECONDS, 0.0])
 def test_predicted_flops_are_those_that_torch_counts(minimum_s, checkpoint, prompt):
     """Of the forward, and of a backward that computes layers again."""
@@ -403,16 +377,6 @@ def test_the_padded_model_is_the_packed_one(checkpoint, prompt):
         message, *past = step(tokens, positions, *past, keys, values, lengths)
         rows = torch.tensor(batch.tokens.layout.cu_seqlens_host[:-1]) + position
         torch.testing.assert_close(message, logits[rows], atol=2e-5, rtol=2e-5)
-
-
-def test_ctc_on_a_whisper_encoder(checkpoint, prompt):
-    config, vocab_size, _ = import_model(checkpoint)
-    torch.manual_seed(0)
-    model = ASRModel(dataclasses.replace(config, decoder=None, ctc=True), vocab_size)
-    losses = model(packed(model, spoken(LENGTHS, prompt), static=True))
-    losses.ctc.sum().backward()
-    assert torch.isfinite(losses.ctc).all()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 TABLE = "encoder.embed_positions.weight"

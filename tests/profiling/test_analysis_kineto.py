@@ -120,22 +120,6 @@ def test_budgets_without_a_gpu(ranges, operators, parts, hidden: int, path: Path
     assert budget["hidden_communication"]["ns"] == hidden
 
 
-def test_an_operator_counts_while_none_inside_it_runs(path: Path) -> None:
-    trace = Trace()
-    trace.note("step", 0, 100)
-    trace.operator("aten::linear", 10, 60)
-    trace.operator("aten::addmm", 20, 40)
-    trace.operator("aten::empty", 40, 45)
-    table = kineto.read(trace.write(path))
-    rows = table.work[["start", "end", "name"]].tolist()
-    assert [(start, end, table.names[name]) for start, end, name in rows] == [
-        (10, 20, "aten::linear"),
-        (20, 40, "aten::addmm"),
-        (40, 45, "aten::empty"),
-        (45, 60, "aten::linear"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("written", "expected"),
     [

@@ -10,8 +10,6 @@ import pytest
 from analysis import sources, summary
 from analysis.sources import Subject, gather, read_metrics
 from analysis.verdict import compare
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.profiling.nsys_export import Export
 
@@ -91,12 +89,6 @@ def test_the_first_action_is_about_the_largest_part(tmp_path: Path) -> None:
     assert [a["share"] for a in actions] == sorted((a["share"] for a in actions), reverse=True)
 
 
-def test_copies_of_the_budget_are_not_counted_again_as_compute(tmp_path: Path) -> None:
-    bases = [a["basis"] for a in limited_by("copies", tmp_path / "export.sqlite")["actions"]]
-    assert "exposed memory copies" in bases
-    assert "compute: copy" not in bases
-
-
 def test_padding_is_worth_the_compute_that_it_takes(tmp_path: Path) -> None:
     export = Export()
     export.range("step", 0, 1000)
@@ -137,15 +129,6 @@ def test_the_slowest_rank_is_the_one_that_does_not_wait(tmp_path: Path) -> None:
     (action,) = [a for a in result["actions"] if "slowest rank" in a["basis"]]
     assert action["how"].startswith("rank 1 is slowest")
     assert action["share"] == pytest.approx(0.15)
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
-def test_a_histogram_of_padding_counts_every_line(values: list[float]) -> None:
-    result = sources.padding([line(padding_frames=value) for value in values])["padding_frames"]
-    assert sum(result["counts"]) == len(values)
-    assert len(result["edges"]) == len(result["counts"]) + 1 <= 42
-    assert result["edges"][0] == 0
-    assert result["edges"][-1] >= max(values) * (1 - 1e-9)
 
 
 def test_the_waterfall_falls() -> None:
@@ -196,19 +179,3 @@ def test_a_kernel_with_little_work_is_compared_too(tmp_path: Path) -> None:
     assert listed[0] != listed[1]
     changed = {row["name"]: row["delta"] for row in compare(*reports)["kernels"] if row["delta"]}
     assert changed == {"kernel_42": pytest.approx(1e-3)}
-
-
-def test_kernels_of_one_short_name_and_two_categories_are_two_rows(tmp_path: Path) -> None:
-    export = Export()
-    export.range("step", 0, 1000)
-    kernel = "void at::native::elementwise_kernel<128, 2, at::native::my_own_{}>(int)"
-    export.kernel(0, 2, 600, kernel.format("copy"))
-    export.kernel(3, 600, 1000, kernel.format("sum"))
-    result = report(export, tmp_path / "e.sqlite")["kernels"]
-    rows = [(row["name"], row["category"], row["work_ms"]) for row in result["top"]]
-    short = "at::native::elementwise_kernel<…>"
-    assert rows == [
-        (short, "copy", pytest.approx(598e-6)),
-        (short, "elementwise", pytest.approx(400e-6)),
-    ]
-    assert result["work_ms"] == {short: pytest.approx(998e-6)}

@@ -121,20 +121,6 @@ def test_a_whole_dry_run(tmp_path) -> None:
     assert "<html" in (tmp_path / "report" / "report.html").read_text()
 
 
-def test_wrong_arguments(tmp_path, capsys, monkeypatch) -> None:
-    for arguments, message in (
-        (["--dry-run", "--output", str(gpu.RESULTS)], "must not be profiling/results"),
-        (["--output", str(tmp_path), "--continue-from", str(tmp_path / "x")], "cannot be unpacked"),
-    ):
-        with pytest.raises(SystemExit):
-            gpu.main(arguments)
-        assert message in capsys.readouterr().err
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert gpu.main(["--output", str(tmp_path)]) == 2
-    assert "needs an NVIDIA GPU, and torch sees none" in capsys.readouterr().out
-    assert not list(tmp_path.glob("*.csv"))
-
-
 # Calls that are ended, and parts that fail
 
 # Parts are quick commands that write a row; those named below hang, or fail.
@@ -284,20 +270,6 @@ def test_a_failure_is_not_undone_by_a_repetition(call) -> None:
     lines = [json.dumps(line | {"outcome": outcome}) for outcome in ("failed", "passed")]
     path.write_text("\n".join(lines))
     assert groups_in(read_outcomes(path))["ctc_loss"].objection.startswith("1 of its tests failed")
-
-
-def test_rows_of_other_attention_rest_on_its_own_tests(call) -> None:
-    rows = (
-        "op,kind,backend,shape",
-        "attention,,triton,D=64",
-        "attention,,varlen,D=64",
-        "a,,varlen,",
-    )
-    lines = [f"{row}\n" for row in rows]
-    (call.output / "ops.csv").write_text("".join(lines))
-    call._set_aside()
-    assert (call.output / "ops.csv").read_text() == "".join([*lines[:2], lines[3]])
-    assert (call.output / "unproven.csv").read_text() == lines[2]
 
 
 # Tests on a GPU

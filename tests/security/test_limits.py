@@ -32,7 +32,7 @@ from effasr.distributed import tensor_files
 from effasr.interop.huggingface.files import read_weights
 from effasr.interop.nemo.archive import CONFIG, WEIGHTS, read_archive
 from effasr.untrusted import files
-from effasr.untrusted.documents import dump_scalar, dump_yaml, parse_json, parse_yaml
+from effasr.untrusted.documents import dump_yaml, parse_json, parse_yaml
 from effasr.untrusted.tensors import is_honest, load_tensors
 from tests.security.mutations import ALIASES, MERGES
 
@@ -360,22 +360,6 @@ def test_texts_are_read_as_they_were(key, texts):
         result = yaml.load(dump_yaml(document), loader)
         assert result == document
         assert list(result) == ["b", "a"]
-
-
-@given(TEXT)
-@example("a\nb")
-def test_a_scalar_is_one_line(text):
-    written = dump_scalar(text)
-    assert len(written.splitlines()) == 1
-    for loader in (yaml.SafeLoader, _Loader):
-        assert yaml.load(f"name: {written}\n", loader) == {"name": text}
-
-
-def test_numbers_and_others_stay_plain():
-    assert dump_yaml({"a": 1e-05, "b": None, "c": True, "d": "16k"}) == (
-        "a: 1.0e-05\nb: null\nc: true\nd: 16k\n"
-    )
-    assert dump_scalar(None) == "null"
 
 
 @pytest.mark.parametrize("pattern", [r"(!+)+$", r"(?:!|!!)+$"])

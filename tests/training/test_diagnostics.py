@@ -38,7 +38,6 @@ from effasr.training.diagnostics.detectors import (
     Repetition,
     StuckErrorRate,
     Validation,
-    count_loops,
     is_loop,
 )
 from effasr.training.diagnostics.monitor import Diagnostics
@@ -120,13 +119,6 @@ def test_a_ctc_plateau(baseline, less, calls, findings, words, absent):
     for text in (str(result) for result in results if result is not None):
         assert all(word in text for word in words)
         assert absent not in text
-
-
-def test_the_loss_is_a_running_average():
-    detector = CTCPlateau(CONFIG, SHORT, can_subsample_less=True)
-    for loss, step in ((6.0, 50), (4.1, 100), (4.0, 150)):
-        detector.observe(loss, 50, step, 0)
-    assert detector.ctc_vs_blind_baseline == pytest.approx(1.03, abs=0.02)
 
 
 def paired(own: float, other: float, epoch: int = 5) -> Validation:
@@ -258,11 +250,6 @@ def test_loops(text, loops):
 def scored(name, reference, hypothesis, duration=1.0) -> ScoredUtterance:
     counted = count_errors(reference, hypothesis)
     return ScoredUtterance(name, "en", reference, hypothesis, duration, counted)
-
-
-def test_a_loop_that_was_spoken_is_none():
-    loop = "no no no no no"
-    assert count_loops([scored("a", loop, loop), scored("b", "yes", loop)]) == 1
 
 
 def diagnostics() -> Diagnostics:

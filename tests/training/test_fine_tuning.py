@@ -34,12 +34,10 @@ from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
-from effasr.training.weights import TOKEN_TABLES, shared_pieces
+from effasr.training.weights import TOKEN_TABLES
 from tests.support.run_ranks import train_on_ranks
 from tests.training.conftest import LORA, published
 from tests.training.shortage import shortage
-
-FAST = OptimizerConfig(lr=0.02)
 
 
 def is_adapted(name: str) -> bool:
@@ -315,20 +313,6 @@ def test_known_pieces_keep_their_weights_and_others_are_initialised(start, other
         more = len(value) - new.vocab_size
         assert more == len(theirs[name]) - old.vocab_size
         assert torch.equal(value[new.vocab_size :], theirs[name][old.vocab_size :])
-
-
-def test_the_same_tokenizer_changes_nothing(start, other, tones, make_config):
-    model, folder = start
-    settings = {"init_from": str(folder), "model": model.config}
-    for tokenizer in ("", str(tones / "tokenizer")):
-        config = make_config(**settings, data={"tokenizer": tokenizer})
-        result = build.build_model(config, model.vocab_size, None, CPU).state_dict()
-        assert all(torch.equal(result[name], value) for name, value in model.state_dict().items())
-    # A piece of two languages stays where it is.
-    of_two = load_tokenizer(other)
-    pieces = of_two.pieces()
-    assert len(set(pieces)) < len(pieces)
-    assert shared_pieces(of_two, of_two) == {n: n for n in range(len(pieces))}
 
 
 def test_a_run_goes_on_with_the_new_tokenizer(make_config, other, tmp_path, caplog):

@@ -20,11 +20,10 @@ from effasr.model.config import ModelConfig
 from effasr.training import build
 from effasr.training.config import LossConfig, TeacherConfig, TrainConfig
 from effasr.training.resolve import find_tokenizer, resolve_config
-from effasr.training.run_dir.run_directory import RunDirectory, read_lines
-from effasr.training.run_dir.run_log import RunLog
+from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.trainer import run
-from effasr.training.untranscribed.pretraining import CodeUse, LossResult, entropy
+from effasr.training.untranscribed.pretraining import CodeUse, entropy
 from effasr.training.untranscribed.teacher import add_labels, averaged, emitted
 from effasr_kernels import PackedLayout, PackedSequence
 from tests.training.conftest import BEST_RQ, built, published
@@ -160,15 +159,6 @@ def test_the_use_of_codes_is_their_entropy_since_the_last_line(make_pretraining)
     assert use.line()["code_entropy_0"] == 0
     use.load_state_dict(state)
     assert use.line()["code_perplexity_1"] > 8
-
-
-def test_a_validation_loss_that_is_not_finite_is_null(make_pretraining, tmp_path):
-    log = RunLog(RunDirectory(tmp_path / "run"), "start")
-    log.open(make_pretraining(), True, 0, 1, ())
-    for total in (math.nan, math.inf, 6.0):
-        log.validation_loss(1, 0, "dev", LossResult(total, 3))
-    result = read_lines(tmp_path / "run/validation.jsonl")
-    assert [line["cross_entropy"] for line in result] == [None, None, 2.0]
 
 
 SHAPE = StaticShape(90, 60, 8)

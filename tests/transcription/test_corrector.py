@@ -17,7 +17,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.experts import ExpertsConfig
 from effasr.transcription.results import Alternative, Failure, Segment, Transcription
-from effasr.transcription.second_pass.corrector import Corrector, joined_texts, retimed
+from effasr.transcription.second_pass.corrector import Corrector, retimed
 from effasr.transcription.second_pass.text_to_text import TextToText, Written, source_of
 from effasr.transcription.word_timestamps import Word
 from effasr_kernels import PackedLayout, PackedSequence
@@ -102,15 +102,6 @@ def test_a_language_that_the_corrector_does_not_know_is_a_failure(corrector, tok
     assert isinstance(failed, Failure)
     assert "the corrector cannot write it" in failed.reason
     assert selected.text == "one"
-
-
-def test_the_order_of_a_list_does_not_matter() -> None:
-    pairs = [("b  c", -1.0), ("a", -1.0), ("d", -1.5), ("a", -2.0)]
-    texts = {
-        joined_texts([Alternative(text, rank, rank) for text, rank in order])
-        for order in itertools.permutations(pairs)
-    }
-    assert texts == {"a | b c | d"}
 
 
 def test_common_words_keep_their_times() -> None:

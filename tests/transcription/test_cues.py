@@ -1,6 +1,5 @@
 """Subtitles have cues that can be read: their size, where they end, and their times."""
 
-import itertools
 import re
 
 import pytest
@@ -62,14 +61,6 @@ def test_a_long_segment_has_many_cues(timed) -> None:
         assert cue.end - cue.start == pytest.approx(25 * len(text) / len(TALK), rel=0.2)
 
 
-@pytest.mark.parametrize("size", [(20, 1, 2.0), (37, 3, 5.0), (80, 2, 10.0)])
-def test_the_size_is_an_option(size) -> None:
-    layout = CueLayout(*size)
-    result = cues(of(evenly(TALK)), layout)
-    check(result, layout, 60.0)
-    assert " ".join(texts(result)) == TALK
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -99,15 +90,6 @@ def test_cues_end_at_pauses_and_punctuation() -> None:
         "the first of these clauses is a long one, and the second of them is as long as the first"
     )
     assert texts(cues(of(evenly(clauses, 0.2))))[0].endswith("one,")
-
-
-def test_lines_are_balanced_and_keep_words_whole() -> None:
-    (cue,) = cues(of(evenly("show me the weather in berlin tomorrow morning", 0.3)))
-    assert cue.lines == ("show me the weather in", "berlin tomorrow morning")
-    (cue,) = cues(of(evenly("close the curtain in the kitchen", 0.3)))
-    assert cue.lines == ("close the curtain in the kitchen",)
-    address = "https://example.org/" + "a" * 100
-    assert "".join(itertools.chain(*(cue.lines for cue in cues(of(evenly(address)))))) == address
 
 
 def test_scripts_without_spaces_break_between_characters() -> None:

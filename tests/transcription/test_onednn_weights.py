@@ -40,24 +40,6 @@ def test_a_feed_forward_network_is_as_exact_as_torchs_own(model, activation) -> 
     assert_no_worse(result, gold=exact, baseline=usual)
 
 
-def test_an_encoder_frame_is_the_same_in_any_company(model, examples) -> None:
-    packed = OneDNNWeights(model)
-    with packed.active():
-        together = _encode(model, examples)
-        alone = torch.cat([_encode(model, [example]) for example in examples])
-    assert torch.equal(together, alone)
-    assert torch.allclose(together, _encode(model, examples), atol=1e-4)
-
-
-def test_rows_do_not_depend_on_how_many_there_are(model) -> None:
-    network = FeedForward(130, 260, activation="silu").eval()
-    x = torch.randn(400, 130)
-    with OneDNNWeights(_with(model, network)).active(), torch.no_grad():
-        whole = network(x)
-        for rows in (*range(1, 20), 31, 64, 100, 257):
-            assert torch.equal(network(x[:rows]), whole[:rows]), rows
-
-
 def test_the_model_is_as_before(model, examples) -> None:
     before, names = _encode(model, examples), list(model.state_dict())
     packed = OneDNNWeights(model)

@@ -1,7 +1,6 @@
 """Streams have lists and confidences as whole recordings have, and end cleanly."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -93,36 +92,6 @@ def test_a_stream_has_the_list_of_the_whole_recording(
         assert [item.text for item in segment.word_confidences] == [item.text for item in words]
         values = [item.confidence for item in segment.word_confidences]
         assert values == pytest.approx([item.confidence for item in words], abs=1e-4)
-
-
-@pytest.mark.parametrize("head", ["ctc", "stateless", "tdt"])
-def test_segments_do_not_depend_on_packets(streaming_model, tokenizer, noise, head) -> None:
-    """Segments end by pauses and by their length; each has its list, words and confidences."""
-    model, audio = calm(streaming_model(head)), noise(5)
-    audio[RATE : 2 * RATE] = 0
-    result = []
-    for size in (0, 20_000):
-        recognizer = OnlineRecognizer(
-            model, tokenizer, replace(LISTED, words=True), context=CONTEXTS[0],
-            endpoint_seconds=0.4, longest_seconds=0.8,
-        )  # fmt: skip
-        _, segments = recognized(recognizer, pieces(audio, size))
-        result.append([segment.as_row() for segment in segments])
-        for segment in segments:
-            assert segment.text == segment.alternatives[0].text
-            assert [word.text for word in segment.words or ()] == segment.text.split()
-            sure = [word.text for word in segment.word_confidences or ()]
-            assert sure == segment.text.split()
-            assert segment.end - segment.start < 1.7
-        for item, after in pairwise(segments):
-            assert item.end <= after.start + recognizer.frame_seconds + 1e-6
-    assert len(result[0]) > 1
-    assert any(len(row["alternatives"]) > 1 for row in result[0])
-    for item, other in zip(*result, strict=True):
-        assert item["text"] == other["text"]
-        assert item["start"] == other["start"]
-        scores = [[a["score"] for a in row["alternatives"]] for row in (item, other)]
-        assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
 @pytest.mark.parametrize("head", ["stateless", "rnnt"])

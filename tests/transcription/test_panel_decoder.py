@@ -106,17 +106,6 @@ def test_hypotheses(decoder, encoded) -> None:
 
 
 @torch.no_grad()
-def test_steps_of_both_kinds_continue_each_other(decoder, encoded) -> None:
-    packed = PanelDecoder(decoder)
-    usual, result = (decoder.start(encoded, 20) for _ in range(2))
-    for number in range(12):
-        tokens = torch.randint(VOCABULARY, (4,))
-        expected = decoder.step(tokens, usual)
-        hidden = (packed, decoder)[number % 2].step(tokens, result)
-        torch.testing.assert_close(hidden, expected, **CLOSE)
-
-
-@torch.no_grad()
 def test_watched_and_paged_steps_are_the_decoders_own(decoder, encoded) -> None:
     packed, tokens = PanelDecoder(decoder), torch.tensor([1, 2, 3, 4])
     usual, result = (decoder.start(encoded, 20) for _ in range(2))

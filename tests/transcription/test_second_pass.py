@@ -72,15 +72,6 @@ def test_weights_are_those_of_the_rank() -> None:
             assert other.rank == pytest.approx(ranks[other.text])
 
 
-def test_the_order_of_a_list_does_not_matter() -> None:
-    pairs = [("a b", -1.0), ("c d", -1.0), ("a", -1.5), ("a b", -2.0)]
-    seen = set()
-    for order in itertools.permutations(pairs):
-        (result,) = SecondPass(Scripted(), 0.5).results([recording("r", segment(*order))])
-        seen.add((result.text, result.segments[0].alternatives))
-    assert len(seen) == 1
-
-
 @pytest.fixture
 def requested(saved, noise, tmp_path) -> tuple:
     """A transcription of a recording that is in a manifest, too."""

@@ -9,7 +9,6 @@ import pytest
 from effasr.data.audio.waveform import AudioError
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.transcription import streaming
 from effasr.transcription.inputs.chunking import Chunk
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.streaming import RawFormat, cut_stream, raw_blocks, transcribe_stream
@@ -74,18 +73,6 @@ def test_nobody_waits_longer_than_the_latency() -> None:
     assert bounds[-1, 1] == pytest.approx(25.5, abs=0.4)
 
 
-def test_packets_of_one_sample_are_looked_at_together(monkeypatch) -> None:
-    cuts, cut = [], streaming._StreamCutter.cut
-    monkeypatch.setattr(
-        streaming._StreamCutter, "cut", lambda *given, **more: cuts.append(1) or cut(*given, **more)
-    )
-    audio = speech(-0.5, 0.5, -1)
-    chunks = list(cut_stream(blocks_of(audio, 1), RATE, latency_seconds=1.0))
-    assert len(cuts) == len(audio) // (RATE // 100) + 1
-    expected = list(cut_stream(blocks_of(audio, RATE // 100), RATE, latency_seconds=1.0))
-    assert [chunk for chunk, _ in chunks] == [chunk for chunk, _ in expected] != []
-
-
 def test_neither_silence_nor_even_noise_nor_a_click_is_speech() -> None:
     for audio in (np.zeros(20 * RATE, np.float32), speech(-20, level=0.05), speech(-0.005)):
         assert list(cut_stream(blocks_of(audio, 3200), RATE)) == []
@@ -107,23 +94,6 @@ def test_raw_samples(channels, encoding, kind) -> None:
     assert got == pytest.approx(draw.mean(1)[:-1], abs=1e-4)
     half = np.concatenate(list(raw_blocks(io.BytesIO(data.tobytes()), form, RATE // 2)))
     assert len(half) == pytest.approx(500, abs=2)
-
-
-class Drops:
-    """A pipe that gives a few bytes at a time, of which samples may have any part."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read1(self, wanted: int) -> bytes:
-        provided, self.data = self.data[:3], self.data[3:]
-        return provided
-
-
-def test_samples_may_arrive_in_pieces() -> None:
-    samples = np.arange(-50, 50, dtype="<i2")
-    got = np.concatenate(list(raw_blocks(Drops(samples.tobytes()), RawFormat(), RATE)))  # type: ignore[arg-type]
-    assert np.array_equal(got, samples / np.float32(32768))
 
 
 @pytest.mark.parametrize(

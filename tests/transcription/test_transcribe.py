@@ -230,25 +230,6 @@ def test_an_error_of_ours_is_not_taken_for_a_bad_file(
         list(transcribe(model, tokenizer, waveforms, config=DecodingConfig(method=method)))
 
 
-def test_the_mode_of_each_module_is_left_as_it_was(model, tokenizer, waveforms) -> None:
-    seen = []
-    hook = model.encoder.register_forward_hook(
-        lambda module, *_: seen.append(any(m.training for m in module.modules()))
-    )
-    model.train()
-    frozen = model.encoder.layers[0]
-    frozen.eval()
-    before = [module.training for module in model.modules()]
-    try:
-        for _ in transcribe(model, tokenizer, waveforms[:2]):
-            assert [module.training for module in model.modules()] == before
-        assert seen
-        assert not any(seen)
-    finally:
-        hook.remove()
-        model.eval()
-
-
 def test_bfloat16_computes_in_bfloat16(model, tokenizer, waveforms, monkeypatch) -> None:
     forward, seen = FeedForward.forward, []
 

@@ -64,20 +64,6 @@ def test_an_epoch_has_every_conversation_once_in_static_batches(talks, tokenizer
     assert len(shapes) == 1
 
 
-def test_dropped_conversations_leave_the_others_as_they_are(talks, tokenizer):
-    _, whole = load(talks, tokenizer)
-    limit = int(np.median(whole.lengths.tokens))
-    _, part = load(talks, tokenizer, token_budget=limit, filters=FilterConfig(max_dropped=1.0))
-    assert len(part) + len(part.dropped) == 20
-    assert part.dropped
-    assert {drop.reason for drop in part.dropped} == {"over_token_budget"}
-    names = {whole.name(index): index for index in range(len(whole))}
-    for index in range(len(part)):
-        other = names[part.name(index)]
-        assert np.array_equal(part.rows(index), whole.rows(other))
-        assert part.clips(index) == whole.clips(other)
-
-
 def test_text_alone_needs_a_token_budget(talks, tokenizer):
     with pytest.raises(ValueError, match=r"data\.token_budget"):
         load(talks[1:], tokenizer)

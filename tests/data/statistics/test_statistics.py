@@ -28,18 +28,6 @@ def spoken(characters_per_second, count=400, language="en"):
     return result
 
 
-def test_the_distribution_counts_what_was_left_out():
-    frames, tokens = np.array([10, 30, 12, 40]), np.array([10, 10, 8, 10])
-    needed = np.array([11, 10, 8, 10])
-    result = FramesPerToken.of(frames, tokens, needed)
-    assert (result.median, result.under_two, result.impossible) == (2.25, 0.5, 0.25)
-    more = FramesPerToken.of(frames, tokens, needed, excluded=4)
-    assert (more.median, more.under_two, more.impossible) == (0.5, 0.75, 0.625)
-    assert more.utterances == 8
-    with pytest.raises(ValueError, match="`frames` must have at least one utterance"):
-        FramesPerToken.of(frames[:0], tokens[:0])
-
-
 @pytest.mark.parametrize(
     ("ratios", "is_hard"),
     [
@@ -168,14 +156,6 @@ def test_a_warning_names_what_helps_and_fits_the_terminal():
     both = warn(EIGHT, lambda other: hard, **surveyed)
     assert "model.encoder.subsampling=4 with a tokenizer with --vocab-size" in both
     assert "leave model.ctc false" in warn(FOUR, lambda other: None)
-
-
-def test_enough_frames_need_no_warning_and_read_no_text():
-    def never():
-        raise AssertionError
-
-    good = FramesPerToken(2.6, 0.1, 0.0, 10)
-    assert guidance.warn_about_alignment(good, EIGHT, with_subsampling=never, survey=never) == []
 
 
 def test_lines_of_people_are_short():
