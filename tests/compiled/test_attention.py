@@ -86,9 +86,7 @@ def launches_of(
 def test_usual_widths(
     features: str, width: int, architecture: int, compiled_ok: CompiledOk
 ) -> None:
-    # With tables the forward of chunks spills 24 to 32 bytes there.
-    tables = (features, architecture) != ("context_with_relative", 80)
-    launches = launches_of(features, architecture, width=width, tables=tables)
+    launches = launches_of(features, architecture, width=width)
     compiled_ok(launches, architecture, products=products(features))
 
 

@@ -14,6 +14,7 @@ from effasr_kernels import (
     attention,
     pack,
 )
+from effasr_kernels.shared.dropout import Dropout
 from effasr_kernels.testing.conformance import Shared
 from tests.support import operation_cases
 from tests.support.operation_cases import draw, position_for
@@ -110,17 +111,19 @@ def _assert_expected(lengths: tuple[int, ...], kind: str, **options: Any) -> Non
         *(
             ((11,), {"context": context, "dropout": dropout, "seed": 1})
             for context in CONTEXTS
-            for dropout in (0.0, 1e-9)
+            for dropout in (0.0, 0.5)
         ),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_matches_one_score_at_a_time(
-    kind: str, lengths: tuple[int, ...], options: dict[str, Any]
+    kind: str, lengths: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "relative" and "group" in options:
         pytest.skip("heads do not share keys there")
+    # Dropout of some rate takes a path of its own, whatever it drops.
+    monkeypatch.setattr(Dropout, "__call__", lambda _, x: x)
     _assert_expected(lengths, kind, **options)
 
 

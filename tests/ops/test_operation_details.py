@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import comb
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import Tensor
 from effasr_kernels import (
     PackedLayout,
     append_to_pages,
+    bias_activation_dropout,
     ctc_loss,
     depthwise_conv,
     dropout_add_layer_norm,
@@ -19,7 +22,8 @@ from effasr_kernels import (
     rms_norm,
     subsampling_stem,
 )
-from effasr_kernels.shared.dropout import kept_elements
+from effasr_kernels.shared.dropout import kept_elements, realised_rate
+from tests.support.philox import kept_weights
 
 LAYOUT = PackedLayout.from_lengths((3, 4))
 
@@ -110,19 +114,56 @@ def test_dropout_add_layer_norm_keeps_the_dtype_of_the_stream_under_autocast(
         torch.testing.assert_close(result, other, rtol=0, atol=0)
 
 
-def test_dropout_add_layer_norm_drops_by_the_seed_and_the_offset() -> None:
-    keep = {
-        (seed, offset): kept_elements(torch.tensor(seed), (64, 50), 0.3, offset)
-        for seed in (1, 2**61 + 1)
-        for offset in (0, 1)
-    }
-    masks = list(keep.values())
-    for i, mask in enumerate(masks):
-        # Four standard deviations of 3,200 draws.
-        assert abs(mask.double().mean() - 0.7) < 4 * (0.21 / mask.numel()) ** 0.5
-        for other in masks[i + 1 :]:
-            assert abs((mask == other).double().mean() - 0.58) < 4 * (0.2436 / mask.numel()) ** 0.5
-    assert torch.equal(kept_elements(torch.tensor(1), (9, 7), 0.3, 0), keep[1, 0][:9, :7])
+@pytest.mark.parametrize("kind", ["elements", "weights"])
+def test_masks_are_independent_draws(kind: str) -> None:
+    """Of the rate that 8 bits give: their mean, neighbours of each kind, and the 16 of a call."""
+    rate, seeds = realised_rate(0.1), (1, 2**61 + 1)
+    assert rate == 26 / 256
+    if kind == "elements":
+        drawn = [
+            kept_elements(torch.tensor(seed), (64, 256), rate, offset)
+            for seed in seeds
+            for offset in (0, 1)
+        ]
+        # By call: rows 4 i to 4 i + 3 and columns 4 j to 4 j + 3.
+        calls = torch.stack(drawn).view(4, 16, 4, 64, 4).sum((2, 4))
+    else:
+        # Sequences, and two heads of each.
+        drawn = [
+            mask
+            for seed in seeds
+            for sequence in (0, 1)
+            for mask in kept_weights(seed, sequence, 2, 64, 256, rate)
+        ]
+        # Rows i and i + 8, columns 2 j, 2 j + 1 and those 8, 16 and 24 after them.
+        calls = torch.stack(drawn).view(8, 4, 2, 8, 8, 4, 4, 2).sum((2, 5, 7))
+    masks = torch.stack(drawn)
+    shifts = [(i, j) for i in (0, 1, 2, 4, 8) for j in (0, 1, 2, 4, 8, 16) if i + j]
+    pairs = [(masks[:, i:, j:], masks[:, : 64 - i, : 256 - j]) for i, j in shifts]
+    pairs += [(x, y) for n, x in enumerate(drawn) for y in drawn[n + 1 :]]
+    equal = rate**2 + (1 - rate) ** 2
+    # Four standard deviations of as many draws.
+    limit = lambda p, mask: 4 * (p * (1 - p) / mask.numel()) ** 0.5
+    assert abs(masks.double().mean() - (1 - rate)) < limit(rate, masks)
+    for x, y in pairs:
+        assert abs((x == y).double().mean() - equal) < limit(equal, x)
+    # Chi-squared of how many of 16 are kept, against the binomial distribution; 10 and fewer are
+    # one class. 27.9 has a probability of 1e-4 with 6 degrees of freedom.
+    shares = torch.tensor([comb(16, n) * (1 - rate) ** n * rate ** (16 - n) for n in range(17)])
+    expected = calls.numel() * torch.cat([shares[:11].sum()[None], shares[11:]])
+    counts = calls.clamp(min=10).flatten().bincount(minlength=17)[10:]
+    assert counts.sum() == calls.numel()
+    assert ((counts - expected) ** 2 / expected).sum() < 27.9
+    smaller = kept_elements(torch.tensor(1), (9, 7), rate, 0)
+    assert torch.equal(smaller, kept_elements(torch.tensor(1), (64, 50), rate, 0)[:9, :7])
+
+
+def test_dropout_is_of_the_realised_rate() -> None:
+    """What is kept has the factor of the rate in 256ths, so that the mean stays."""
+    layout, ones = PackedLayout.from_lengths((64,)), torch.ones(64, 40, dtype=torch.float64)
+    for rate, realised in ((0.1, 26 / 256), (0.001, 0.0), (0.9999, 255 / 256)):
+        y = bias_activation_dropout(ones, None, layout, activation="relu", dropout=rate, seed=3)
+        assert set(y.flatten().tolist()) <= {0.0, 1 / (1 - realised)}, rate
 
 
 def test_dropout_add_layer_norm_without_a_seed_drops_the_same_in_its_backward() -> None:

@@ -23,11 +23,11 @@ def kept_weights(seed, sequence, heads, rows, columns, probability):
     """Which weights of a sequence survive: bool (heads, rows, columns)."""
     axes = (np.arange(n, dtype=np.uint64) for n in (heads, rows, columns))
     h, i, j = np.meshgrid(*axes, indexing="ij")
-    counters = i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, h, h * 0 + sequence
-    choice = (i // 8 % 2 * 2 + j // 8 % 2).astype(np.int64)
-    words = np.choose(choice, philox(seed, counters))
-    halves = np.where(j % 2 == 1, words >> 16, words & 0xFFFF)
-    return torch.from_numpy(halves >= int(probability * 2**16 + 0.5))
+    counters = i // 16 * 8 + i % 8, j // 32 * 4 + j % 8 // 2, h, h * 0 + sequence
+    word = (j // 16 % 2 * 2 + j % 2).astype(np.int64)
+    byte = i // 8 % 2 * 2 + j // 8 % 2
+    numbers = np.choose(word, philox(seed, counters)) >> 8 * byte & 0xFF
+    return torch.from_numpy(numbers >= round(probability * 256))
 
 
 class PhiloxDropout:

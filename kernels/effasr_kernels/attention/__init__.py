@@ -17,7 +17,7 @@ from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.runtime.example import FRAMES, HEADS, WIDTH, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import known_lengths, pairs
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.shared.dropout import seed_for
+from effasr_kernels.shared.dropout import realised_rate, seed_for
 
 _ROTARY = Kind(
     ("float[]? {}",),
@@ -179,7 +179,8 @@ def attention(
         scale: Factor of the scores, ``D ** -0.5`` by default.
         position: Position encoding of the scores; None by default. Its floating tensors have the
             dtype of ``q``.
-        dropout: Probability, in [0, 1), to drop an attention weight.
+        dropout: Probability, in [0, 1), to drop an attention weight; rounded to a multiple of
+            1/256.
         seed: Seed of the dropout; drawn from torch's global generator by default. Equal calls with
             the same seed, implementation and kind of device drop the same weights.
         backend: Implementation to use; by default the fastest that supports the call.
@@ -207,6 +208,7 @@ def attention(
         q, k, v, content_bias, position_bias, table
     )
     checks.check_attention(_NAME, q, k, v, layout_q, layout_k, dropout, grouped=True)
+    dropout = realised_rate(dropout)
     arguments = AttentionArguments(
         *(q, k, v, layout_q, layout_k, causal),
         q.shape[-1] ** -0.5 if scale is None else scale,

@@ -12,7 +12,7 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.runtime.example import CHANNELS, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.shared.dropout import seed_for
+from effasr_kernels.shared.dropout import realised_rate, seed_for
 
 ACTIVATIONS = ("silu", "relu", "gelu")
 
@@ -76,7 +76,7 @@ def bias_activation_dropout(
         layout: Layout of the rows.
         activation: f.
         dropout: Probability to drop an element, in [0, 1); the others are divided by
-            ``1 - dropout``.
+            ``1 - dropout``. It is rounded to a multiple of 1/256.
         seed: Seed of the dropout; drawn from the device's global generator by default.
         offset: Distinguishes calls with the same seed, which drop other elements; in [0, 2^31).
         backend: Implementation to use; by default the fastest that supports the call.
@@ -101,6 +101,7 @@ def bias_activation_dropout(
         raise checks.wrong(_NAME, "dropout", "be in [0, 1)", dropout)
     if not 0 <= offset < 2**31:
         raise checks.wrong(_NAME, "offset", "be in [0, 2^31)", offset)
+    dropout = realised_rate(dropout)
     seed = seed_for(dropout, seed, x.device)
     arguments = ActivationArguments(x, bias, seed, layout, activation, dropout, offset)
     return OPERATION(arguments, backend)

@@ -13,7 +13,7 @@ from effasr_kernels.runtime import checks
 from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.runtime.example import CHANNELS, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.shared.dropout import seed_for
+from effasr_kernels.shared.dropout import realised_rate, seed_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def dropout_add_layer_norm(
             linear layer that made x, whose gradient then needs no pass of its own; None for zero.
         scale: alpha.
         dropout: Probability to drop an element of x, in [0, 1); the others are divided by
-            ``1 - dropout``.
+            ``1 - dropout``. It is rounded to a multiple of 1/256.
         eps: epsilon.
         prenorm: Whether the stream goes on beside the norm. If not, the norm replaces it: the
             result has the dtype of r, and s is not returned.
@@ -238,7 +238,7 @@ def dropout_add_layer_norm(
         raise checks.wrong(_NAME, "dropout", "be in [0, 1)", dropout)
     if not 0 <= offset < 2**31:
         raise checks.wrong(_NAME, "offset", "be in [0, 2^31)", offset)
-    dropout = 0.0 if x is None else dropout
+    dropout = 0.0 if x is None else realised_rate(dropout)
     arguments = NormArguments(
         *(residual, x, weight, bias, seed_for(dropout, seed, residual.device), layout),
         *(scale, dropout, eps, prenorm, offset, x is not None, str(narrow)[6:], x_bias),

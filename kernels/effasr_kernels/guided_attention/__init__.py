@@ -12,7 +12,7 @@ from effasr_kernels.runtime.dispatch import Backend
 from effasr_kernels.runtime.example import HEADS, WIDTH, Example, ExampleInputs, Keywords
 from effasr_kernels.runtime.flops import pairs
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.shared.dropout import seed_for
+from effasr_kernels.shared.dropout import realised_rate, seed_for
 from effasr_kernels.shared.ragged import wide_dtype
 
 
@@ -90,7 +90,8 @@ def guided_attention(
         layout_k: Layout of ``k`` and ``v``, with the same number of sequences.
         sigma: Width of the diagonal relative to the sequence; positive.
         scale: Factor of the scores, ``D ** -0.5`` by default.
-        dropout: Probability, in [0, 1), to drop an attention weight in the output.
+        dropout: Probability, in [0, 1), to drop an attention weight in the output; rounded to a
+            multiple of 1/256.
         seed: Seed of the dropout; drawn from torch's global generator by default. Equal calls with
             the same seed, implementation and kind of device drop the same weights.
         backend: Implementation to use; by default the fastest that supports the call.
@@ -111,6 +112,7 @@ def guided_attention(
     checks.check_floating(_NAME, q=q, k=k, v=v)
     if not sigma > 0:
         raise checks.wrong(_NAME, "sigma", "be positive", sigma)
+    dropout = realised_rate(dropout)
     arguments = GuidedArguments(
         *(q, k, v, layout_q, layout_k, sigma),
         q.shape[-1] ** -0.5 if scale is None else scale,

@@ -28,6 +28,12 @@ def draw_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
     return torch.randint(_SEEDS, (count, 2), device=device)[:, 0].unbind()
 
 
+def realised_rate(dropout: float) -> float:
+    """The nearest multiple of 1/256 below 1, which is the rate that kernels drop at."""
+    # Kernels compare 8 random bits with it, and the factor of what is kept is of this rate.
+    return min(round(dropout * 256), 255) / 256
+
+
 def seed_for(dropout: float, seed: int | Tensor | None, device: torch.device) -> Tensor | None:
     """The seed of a call, int64 (): drawn if none is given, and None without dropout."""
     # An int becomes a tensor on the host, as a copy to a GPU would wait.
@@ -54,7 +60,7 @@ def kept_elements(
     rows, columns = shape
     device = seed.device
     low = 0xFFFFFFFF
-    i = torch.arange(-(-rows // 2), device=device)[:, None]
+    i = torch.arange(-(-rows // 4), device=device)[:, None]
     j = torch.arange(-(-columns // 4), device=device)
     seed_bits = seed.reshape(()).long()
     words = [
@@ -74,9 +80,9 @@ def kept_elements(
             a & low,
         ]
         keys = [(key + step) & low for key, step in zip(keys, _KEY_STEPS, strict=True)]
-    halves = [torch.stack([word & 0xFFFF, word >> 16], 1) for word in words]
-    numbers = torch.stack(halves, -1).flatten(2).flatten(0, 1)
-    return (numbers >= int(probability * 65536 + 0.5))[:rows, :columns]
+    by_column = torch.stack(words, -1).flatten(1)
+    numbers = torch.stack([by_column >> 8 * row & 0xFF for row in range(4)], 1).flatten(0, 1)
+    return (numbers >= round(probability * 256))[:rows, :columns]
 
 
 class Dropout:

@@ -77,8 +77,8 @@ def configs(
 _SINGLE = {
     # With 32 queries a step, the gradient of keys and values spills on sm_90: with 4 warps with
     # dropout, with 8 warps with relative positions, dropout and a causal mask.
-    64: Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 32, 8, 1)),
-    128: Configs(Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    64: Configs(Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 32, 4, 1)),
+    128: Configs(Config(16, 32, 8, 1), Config(16, 16, 4, 1), Config(16, 32, 8, 1)),
     256: Configs(Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 # By major compute capability, then by padded width and ``plain``.
@@ -104,9 +104,11 @@ _HALF = {
 }
 # By major compute capability and padded width, where the choices above spill with a context.
 _HALF_CONTEXT = {
+    (8, 64): {"forward": Config(64, 32, 4, 2)},
+    (8, 128): {"forward": Config(64, 32, 8, 2)},
     (9, 256): {"forward": Config(64, 32, 8, 2)},
-    (10, 64): {"backward_kv": Config(64, 32, 4, 3)},
-    (10, 128): {"forward": Config(64, 32, 4, 2)},
+    (10, 64): {"forward": Config(64, 32, 4, 3), "backward_kv": Config(64, 32, 4, 3)},
+    (10, 128): {"forward": Config(64, 32, 4, 3)},
     (10, 256): {"forward": Config(64, 32, 8, 2)},
 }
 # Of guided attention. Its queries are the tokens of transcripts, which are few, so the kernel that
