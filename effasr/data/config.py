@@ -63,8 +63,10 @@ class DataConfig:
             found for this machine, model and corpus; training finds it out where nobody did.
         token_budget: Decoder tokens (prompts and texts) of a micro-batch; by default what the
             corpus fills at the same time as the frame budget.
-        max_sequences: Utterances of a micro-batch; by default one for each 0.64 s, or for each
-            ``model.features.minimum_s``.
+        max_sequences: Utterances of a micro-batch. ``auto``: a quarter more than the fullest of
+            some has; a run keeps the number that it began with, and no plan exceeds it.
+            Null: one for each 0.64 s, or for each ``model.features.minimum_s``, as in runs of
+            earlier versions.
         micro_batches: Micro-batches of a global step, over all ranks: the gradient of a step
             does not depend on the number of ranks that share them.
         text_share: The part of a step's micro-batches that are text-only: pairs of a text and its
@@ -103,7 +105,7 @@ class DataConfig:
     bucket_batch_sizes: str | None = None
     frame_budget: int | Literal["auto"] = 8000
     token_budget: int | None = None
-    max_sequences: int | None = None
+    max_sequences: int | Literal["auto"] | None = "auto"
     micro_batches: int = 1
     text_share: float | None = None
     text_token_budget: int | None = None
@@ -130,7 +132,7 @@ class DataConfig:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
         for name in ("token_budget", "max_sequences", "text_token_budget"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value not in (None, "auto") and value < 1:
                 raise ValueError(
                     f"`{name}` must be at least 1, but is {value}: leave it out to derive it."
                 )

@@ -47,7 +47,7 @@ def divide(config: TrainConfig, corpus: TrainingCorpus, ranks: int) -> tuple[Tra
     values = {
         name: max(-(-value // parts), least.get(name, 1))
         for name in _BUDGETS
-        if (value := getattr(data, name) or shares.get(name)) is not None
+        if (value := getattr(data, name) or shares.get(name)) not in (None, "auto")
     }
     count, budget = parts * data.micro_batches, values["frame_budget"]
     line = f"{ranks} ranks share {data.micro_batches} x {before} frames, as {count} x {budget}"
@@ -91,6 +91,6 @@ def as_before(config: TrainConfig, saved: Saved | None) -> TrainConfig:
     if now == values:
         return config
     for name, before in division["requested"].items():
-        if now[name] != before:
+        if now[name] not in (before, "auto"):
             raise ValueError(must_stay(f"data.{name}", before, now[name], run))
     return with_parts(config, values, division["parts"])

@@ -87,6 +87,10 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
         lines.append(line)
         division = {"parts": parts, "requested": budgets}
         corpus = load_corpus(config, tokenizer, saved)
+    if config.data.max_sequences == "auto" and config.data.strategy == "packed":
+        # A resumed run has the same shape, whatever a later version would derive.
+        data = replace(config.data, max_sequences=corpus.shape.max_sequences)
+        config = replace(config, data=data)
     text_alone = config.data.text_alone
     text_cost = text_cost_model(config.model, tokenizer.vocab_size) if text_alone else None
     loader = Loader(
@@ -252,11 +256,14 @@ def _listed(values: tuple[Any, ...]) -> list[str]:
 
 
 def resolve_config(config: TrainConfig, saved: Saved | None) -> TrainConfig:
-    """Resolve all defaults but ``data.frame_budget: auto``, which needs the corpus."""
+    """Resolve all defaults but the budgets that are ``auto``, which need the corpus."""
     source = source_of_model(config, saved)
-    if config.data.frame_budget == "auto" and saved is not None:
+    if saved is not None and "auto" in (config.data.frame_budget, config.data.max_sequences):
         before = configuration.complete(TrainConfig, saved.state["config"])["data"]
-        budgets = {name: before[name] for name in ("frame_budget", "token_budget", "max_sequences")}
+        names = ["max_sequences"]
+        if config.data.frame_budget == "auto":
+            names += ["frame_budget", "token_budget"]
+        budgets = {name: before[name] for name in names}
         config = replace(config, data=replace(config.data, **budgets))
     text_encoder = config.model.text_encoder
     is_default = config.model == ModelConfig(text_encoder=text_encoder)

@@ -23,7 +23,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.features.log_mel import LogMel
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.packing import plan_epoch, suggest_token_budget, with_sequences
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.shuffle import shuffled
 from effasr.distributed.process_group import DistributedContext
@@ -75,14 +75,15 @@ class Corpus:
         return Example(str(index), audio, list(PROMPT), text, True)
 
     def shape(self, frame_budget: int) -> StaticShape:
-        return StaticShape(
+        shape = StaticShape(
             frame_budget,
             suggest_token_budget(self.lengths, frame_budget),
-            max(8, frame_budget * self.framing.subsampling // 64),
+            self.framing.sequences(frame_budget),
             longest_frames=int(self.lengths.frames.max()),
             longest_tokens=int(self.lengths.tokens.max()),
             framing=self.framing,
         )
+        return with_sequences(shape, "auto", self.lengths)
 
 
 @cache

@@ -88,7 +88,8 @@ def planned_batch(config: TrainConfig, frame_budget: int, vocab_size: int) -> Ba
     frames = np.maximum(1, np.rint(seconds * FRAMES_PER_SECOND)).astype(np.int32)
     tokens = np.rint(seconds * _TOKENS_PER_SECOND).astype(np.int32) + _PROMPT
     lengths = UtteranceLengths(frames, tokens)
-    population = Population.of(lengths, framing=config.model.features.framing)
+    framing = config.model.features.framing
+    population = Population.of(lengths, max_sequences="auto", framing=framing)
     shape = population.shape(frame_budget)
     batch = batch_of(population.planned(shape)[0], shape, vocab_size, 0)
     # Only a model whose experts have names is told them.

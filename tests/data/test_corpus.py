@@ -88,7 +88,8 @@ def test_the_shape_is_derived_where_it_is_not_given(nemo, tokenizer):
     corpus = load_corpus(manifest, tokenizer, frame_budget=200)
     ratio = corpus.lengths.tokens.sum() / corpus.lengths.frames.sum()
     assert corpus.shape.token_budget == pytest.approx(200 * ratio, abs=1)
-    assert corpus.shape.max_sequences == 25
+    by_bound = load_corpus(manifest, tokenizer, frame_budget=200, max_sequences=None)
+    assert by_bound.shape.max_sequences == 25
     provided = load_corpus(manifest, tokenizer, token_budget=33, max_sequences=4)
     assert (provided.shape.token_budget, provided.shape.max_sequences) == (33, 4)
 

@@ -73,6 +73,8 @@ def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path)
     path = tmp_path / "run" / "checkpoints" / "step_00000002"
     state = torch.load(path / "training.pt", weights_only=True)
     saved = state["config"]
+    assert saved["data"]["max_sequences"] % 8 == 0
+    saved["data"]["max_sequences"] = None  # the number by the frame budget, before there was auto
     del saved["data"]["filters"], saved["data"]["epoch_end"], saved["model"]["text_encoder"]
     del saved["model"]["encoder"]["conv_norm"], saved["training"]["async_save"]
     torch.save(state, path / "training.pt")
@@ -82,6 +84,9 @@ def test_a_checkpoint_from_before_a_field_existed_goes_on(make_config, tmp_path)
     assert run(make_config(training={"max_steps": 3})) == 0
     steps = [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert steps == [1, 2, 3]
+    path = path.with_name("step_00000003")
+    state = torch.load(path / "training.pt", weights_only=True)
+    assert state["config"]["data"]["max_sequences"] is None
     with pytest.raises(ValueError, match=r"`data\.epoch_end` must stay None"):
         run(make_config(training={"max_steps": 4}, data={"epoch_end": "exact"}))
 

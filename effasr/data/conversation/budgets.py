@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
-from effasr.data.sampling.packing import suggest_token_budget
+from effasr.data.sampling.packing import suggest_token_budget, with_sequences
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population, even_population, mean_epoch
 
@@ -26,25 +27,27 @@ def static_shape(
     framing: Framing,
     shortest_clip: int,
     most_clips: int,
-    max_sequences: int | None = None,
+    max_sequences: int | Literal["auto"] | None = None,
+    usual: UtteranceLengths | None = None,
 ) -> tuple[StaticShape, int]:
     """Return the static shape of batches of these conversations, and the most clips of a batch.
 
     ``lengths`` and budgets are encoder frames and rows of the language model, ``shortest_clip`` is
-    in encoder frames, ``most_clips`` of a conversation.
+    in encoder frames, ``most_clips`` of a conversation; ``usual`` are the lengths of an epoch, by
+    default these.
     """
     shortest = max(_SHORTEST, int(lengths.tokens.min()))
-    sequences = max_sequences or max(framing.sequences(frame_budget), -(-token_budget // shortest))
     shape = StaticShape(
         frame_budget,
         token_budget,
-        sequences,
+        max(framing.sequences(frame_budget), -(-token_budget // shortest)),
         longest_frames=max(1, int(lengths.frames.max())),
         longest_tokens=max(1, int(lengths.tokens.max())),
         framing=framing,
     )
+    shape = with_sequences(shape, max_sequences, lengths if usual is None else usual)
     by_frames = frame_budget // max(1, shortest_clip)
-    return shape, max(1, min(by_frames, sequences * most_clips))
+    return shape, max(1, min(by_frames, shape.max_sequences * most_clips))
 
 
 def split_into_clips(frames: int, longest: int, stack: int) -> Sequence[int]:

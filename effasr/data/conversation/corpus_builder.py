@@ -14,6 +14,7 @@ from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import samples_in
 from effasr.data.config import DataConfig
 from effasr.data.conversation.budgets import (
+    epoch_lengths,
     epoch_mixture,
     of_whole_steps,
     static_shape,
@@ -214,6 +215,9 @@ class _Builder:
             clips = clips.take(np.flatnonzero(np.repeat(is_kept, clip_counts)))
             clip_counts = clip_counts[selected]
             clip_ends = np.concatenate([[0], np.cumsum(clip_counts)]).astype(np.int64)
+        mixture = None
+        if config.mix is not None:
+            mixture = epoch_mixture(config.mix, lengths, sources)
         shape, max_clips = static_shape(
             lengths,
             config.known_frame_budget if lengths.frames.any() else 1,
@@ -222,10 +226,9 @@ class _Builder:
             shortest_clip=self.shortest_clip,
             most_clips=int(clip_counts.max()),
             max_sequences=config.max_sequences,
+            usual=epoch_lengths(lengths, sources, mixture)[0],
         )
-        mixture = None
-        if config.mix is not None:
-            mixture = epoch_mixture(config.mix, lengths, sources)
+        if mixture is not None:
             mixture = of_whole_steps(mixture, lengths, sources, shape, config.micro_batches)
         return ConversationCorpus(
             lengths=lengths,

@@ -19,7 +19,11 @@ from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.rules import Dropped, Limits, Reason, rate_outliers
 from effasr.data.mixture_summary import Mixture
-from effasr.data.sampling.packing import suggest_node_budget, suggest_token_budget
+from effasr.data.sampling.packing import (
+    suggest_node_budget,
+    suggest_token_budget,
+    with_sequences,
+)
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population
 
@@ -132,12 +136,13 @@ class Selector:
         shape = StaticShape(
             frame_budget,
             token_budget,
-            config.max_sequences or self.framing.sequences(frame_budget),
+            self.framing.sequences(frame_budget),
             longest_frames=max(1, int(lengths.frames.max(initial=0))),
             longest_tokens=max(1, int(lengths.tokens.max(initial=0))),
             framing=self.framing,
             node_budget=node_budget,
         )
+        shape = with_sequences(shape, config.max_sequences, self._epoch_lengths())
         mixture = None if config.mix is None else Mixture.of(config.mix, sources, samples)
         return Selection(
             lengths=lengths,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from effasr.data.manifest.pairs import TextPair, pairs
 from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
 from effasr.data.prompt import Prompt
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
+from effasr.data.sampling.packing import plan_epoch, suggest_token_budget, with_sequences
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import population
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
@@ -100,6 +101,7 @@ class TextCorpus(BaseCorpus):
             raise nothing_left(paths, "no text pair can be trained on", builder.dropped)
         # Without shares, all manifests belong to one source.
         mix = config.mix or MixConfig(sources={"text": tuple(map(str, paths))})
+        # Beside speech, whose number of utterances is configured, it depends on the budget alone.
         corpus = builder.corpus(mix, config.max_sequences if config.text_alone else None)
         corpus.shares.check(sources)
         return corpus
@@ -261,7 +263,7 @@ class _TextIndexBuilder:
         request = pair.prompt, pair.source_name
         self.request_ids.append(self.requests.setdefault(request, len(self.requests)))
 
-    def corpus(self, mix: MixConfig, max_sequences: int | None) -> TextCorpus:
+    def corpus(self, mix: MixConfig, max_sequences: int | Literal["auto"] | None) -> TextCorpus:
         """Return the corpus; of its two budgets, one that is None fills along with the other."""
         read, written, sources = self.read.build(), self.written.build(), to_numpy(self.sources)
         lengths = UtteranceLengths(*(x.lengths.astype(np.int32) for x in (read, written)))
@@ -300,7 +302,7 @@ class _TextIndexBuilder:
         lengths: UtteranceLengths,
         sources: np.ndarray,
         shares: Mixture,
-        max_sequences: int | None,
+        max_sequences: int | Literal["auto"] | None,
     ) -> StaticShape:
         read, written = lengths.frames, lengths.tokens
         # What fills along with the other budget as pairs are drawn, and at least the longest's.
@@ -316,13 +318,14 @@ class _TextIndexBuilder:
             usual = UtteranceLengths(read[drawn], written[drawn])
             tokens = max(suggest_token_budget(usual, rows), written.max())
         rows, tokens = int(rows), int(tokens)
-        return StaticShape(
+        shape = StaticShape(
             rows,
             tokens,
-            max_sequences or max(8, -(-tokens // 8)),
+            max(8, -(-tokens // 8)),
             longest_frames=int(read.max()),
             longest_tokens=int(written.max()),
         )
+        return with_sequences(shape, max_sequences, UtteranceLengths(read[drawn], written[drawn]))
 
     def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:
         """Return the ids of the text encoder's input, of the decoder's prompt and of its target."""

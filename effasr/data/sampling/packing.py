@@ -7,6 +7,8 @@ Micro-batches of similar cost share a step.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -22,6 +24,10 @@ _ATTEMPTS = 8
 """Orders that are tried before a step is added, if micro-batches are few."""
 _SMALL = 512
 """Most micro-batches filled by these attempts, over all of them."""
+_SAMPLED = 48
+"""Micro-batches that are filled to see how many utterances they have."""
+_MANY = 1024
+"""Utterances of a micro-batch from which the fullest one has hardly more than the mean."""
 
 EpochEnd = Literal["carry", "exact"]
 
@@ -120,6 +126,36 @@ def suggest_node_budget(
     most = int(nodes_of(everything.frames, everything.tokens).max(initial=1))
     # A budget that is no limit, to read a corpus, stays within what kernels can count.
     return min(max(-(-frame_budget * nodes * 17 // (frames * 16)), most), 2**31 - 1)
+
+
+def with_sequences(
+    shape: StaticShape, requested: int | Literal["auto"] | None, usual: UtteranceLengths
+) -> StaticShape:
+    """Return the shape with ``DataConfig.max_sequences`` utterances; its own number is for None.
+
+    ``auto`` is a quarter more than the fullest of some micro-batches of ``usual``, an epoch, has,
+    in multiples of 8: kernels have programs for every sequence, also for empty ones, and the audio
+    has a frame for each. Every plan keeps to it, so that an epoch with more short utterances has
+    emptier micro-batches.
+    """
+    if isinstance(requested, int):
+        return replace(shape, max_sequences=requested)
+    fits = (usual.frames <= shape.frame_budget) & (usual.tokens <= shape.token_budget)
+    frames, tokens = usual.frames[fits], usual.tokens[fits]
+    filled = max(int(frames.sum()) / shape.frame_budget, int(tokens.sum()) / shape.token_budget)
+    if requested is None or not filled:
+        return shape
+    fullest = math.ceil(len(frames) / filled)
+    if fullest < _MANY:
+        # Those of a small corpus are repeated, so that all micro-batches are full.
+        count = math.ceil(_SAMPLED * len(frames) / filled)
+        chosen = (np.arange(count) * len(frames) // count)[shuffled(count, 0, 0)]
+        some = Utterances(frames[chosen], tokens[chosen])
+        free, batches = replace(shape, node_budget=None), _SAMPLED
+        while (made := fill(some, free, batches)) is None:
+            batches += 1 + batches // 50
+        fullest = int(np.diff(made.starts).max())
+    return replace(shape, max_sequences=min(shape.max_sequences, -(-5 * fullest // 32) * 8))
 
 
 def nodes_of(frames: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -23,7 +23,12 @@ from effasr.data.conversation.collate import ConversationExample, collate_conver
 from effasr.data.conversation.rows import CLIP
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.mixture import MixConfig
-from effasr.data.sampling.packing import plan_epoch, suggest_node_budget, suggest_token_budget
+from effasr.data.sampling.packing import (
+    plan_epoch,
+    suggest_node_budget,
+    suggest_token_budget,
+    with_sequences,
+)
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.config import ModelConfig
 from effasr.model.cost import language_model_sizes
@@ -104,7 +109,7 @@ class Conversations:
         lengths: UtteranceLengths,
         frame_budget: int,
         token_budget: int,
-        max_sequences: int | None,
+        max_sequences: int | Literal["auto"] | None,
         framing: Framing,
     ) -> tuple[StaticShape, Clips]:
         assert self.model.language_model is not None
@@ -116,6 +121,7 @@ class Conversations:
             shortest_clip=self.shortest_clip,
             most_clips=int(self.clip_counts.max()),
             max_sequences=max_sequences,
+            usual=self.drawn,
         )
         return shape, Clips(self.longest_clip, most, self.model.language_model.stack)
 
@@ -173,7 +179,7 @@ class Population:
     total_frames: int  # Frames of all of them; of conversations in shares, of an epoch
     # Configured token budget; None to derive it from the frame budget
     token_budget: int | None = None
-    max_sequences: int | None = None  # Configured number of utterances; None to derive it likewise
+    max_sequences: int | Literal["auto"] | None = None  # `DataConfig.max_sequences`
     framing: Framing = FASTCONFORMER  # Framing of the model's features
     transducer: bool = False  # Whether the model has a transducer, whose lattices have a budget
     # Clips and sources of conversations, whose tokens are the rows of a language model; None for
@@ -185,7 +191,7 @@ class Population:
         cls,
         lengths: UtteranceLengths,
         token_budget: int | None = None,
-        max_sequences: int | None = None,
+        max_sequences: int | Literal["auto"] | None = None,
         framing: Framing = FASTCONFORMER,
         *,
         transducer: bool = False,
@@ -237,13 +243,13 @@ class Population:
         shape = StaticShape(
             frame_budget,
             budget,
-            self.max_sequences or self.framing.sequences(frame_budget),
+            self.framing.sequences(frame_budget),
             max(1, int(selected.frames.max(initial=1))),
             max(1, int(selected.tokens.max(initial=1))),
             self.framing,
             nodes,
         )
-        return shape, None
+        return with_sequences(shape, self.max_sequences, selected), None
 
     def workload(
         self, frame_budget: int, *, batches: int, kind: Kind = "longest", tokens: float = 1.0

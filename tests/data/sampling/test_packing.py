@@ -19,6 +19,7 @@ from effasr.data.sampling.packing import (
     plan_epoch,
     suggest_node_budget,
     suggest_token_budget,
+    with_sequences,
 )
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.shuffle import hashes
@@ -119,6 +120,25 @@ def test_a_node_budget_limits_batches_that_would_exceed_it(epoch_end: EpochEnd) 
     assert most[None] > budget >= most[budget]
     # The budget is loose enough to cost no more than a few steps.
     assert counts[budget] <= 1.03 * counts[None] + 1
+
+
+@pytest.mark.parametrize("lengths", [speech(20_000), commands(3000), speech(7)])
+def test_micro_batches_have_a_quarter_more_sequences_than_a_plan_needs(lengths) -> None:
+    shape = StaticShape(2000, int(lengths.tokens.sum() * 2100 // lengths.frames.sum()), 250)
+    assert with_sequences(shape, None, lengths) == shape
+    assert with_sequences(shape, 3, lengths).max_sequences == 3
+    limited = with_sequences(shape, "auto", lengths)
+    assert limited.max_sequences % 8 == 0
+    fullest = np.diff(planned(lengths, shape, epoch=1).offsets).max()
+    if len(lengths) > 7:
+        assert 1.15 * fullest <= limited.max_sequences <= 1.4 * fullest + 8
+    assert fullest < limited.max_sequences < shape.max_sequences
+    # Epochs of the shortest utterances alone, as shares may draw them, lose none and stay within.
+    shortest = np.argsort(lengths.frames)[: len(lengths) // 4 + 1].astype(np.int32)
+    drawn = np.repeat(shortest, 60)
+    plan = planned(lengths, limited, epoch=2, population=drawn)
+    assert sorted(plan.indices.tolist()) == sorted(drawn.tolist())
+    assert np.diff(plan.offsets).max() <= limited.max_sequences
 
 
 def test_an_utterance_above_the_node_budget_is_refused() -> None:

@@ -237,7 +237,8 @@ def test_the_shape_is_that_of_training(make_config, budget, transducer):
     tokenizer = load_tokenizer(config.tokenizer)
     corpus = Corpus.load(config.train, tokenizer, config, transducer=transducer)
     assert (corpus.shape.node_budget is not None) == transducer
-    assert Population.of(corpus.lengths, transducer=transducer).shape(budget) == corpus.shape
+    population = Population.of(corpus.lengths, max_sequences="auto", transducer=transducer)
+    assert population.shape(budget) == corpus.shape
 
 
 def test_a_trial_of_a_transducer_stays_within_its_nodes():
