@@ -14,6 +14,8 @@ from effasr_kernels import PackedLayout, PackedSequence
 
 IGNORED = -100  # target of a token row that no loss counts: a prompt, or the tail of a static shape
 
+_SCALE = 2**15  # of samples of 16 bits
+
 _LARGEST_JOINED = 2**20
 """Bytes of a tensor up to which copying it on the host costs less than a transfer of its own."""
 _ALIGNMENT = 512
@@ -65,7 +67,8 @@ class Batch:
     All layouts have the same N; the sequences past ``len(ids)`` are empty.
     """
 
-    audio: PackedSequence  # float32 (samples,), mono, at the model's sample rate
+    # float32 (samples,), mono, at the model's sample rate; int16 on the host after `narrowed`
+    audio: PackedSequence
     frames: PackedLayout  # layout of the encoder's output frames, T rows
     tokens: PackedSequence  # int64 (U,), decoder input: prompt, then transcript
     targets: Tensor  # int64 (U,), next token of each input; `IGNORED` in prompts and in the tail
@@ -111,9 +114,28 @@ class Batch:
         """Return the same batch on another device; asynchronous from pinned memory.
 
         From the host to a device all tensors but the audio are one transfer; on the device they are
-        views of one buffer.
+        views of one buffer. Audio is float32 there.
         """
-        device = torch.device(device)
+        moved = self._moved(torch.device(device))
+        audio = moved.audio
+        if audio.values.dtype != torch.int16:
+            return moved
+        values = audio.values * (1 / _SCALE)
+        return replace(moved, audio=PackedSequence(values, audio.layout))
+
+    def narrowed(self) -> Self:
+        """Return the batch with audio in int16, if that loses nothing: with samples of 16 bits.
+
+        The samples of such a file are whole numbers in units of 2**-15; what was resampled, mixed
+        or decoded from MP3 stays float32.
+        """
+        scaled = self.audio.values * _SCALE
+        values = scaled.to(torch.int16)
+        if not bool((values == scaled).all()):
+            return self
+        return replace(self, audio=PackedSequence(values, self.audio.layout))
+
+    def _moved(self, device: torch.device) -> Self:
         if device.type == "cpu" or self.targets.device.type != "cpu":
             return self._mapped(lambda part: part.to(device=device, non_blocking=True))
         tensors: list[Tensor] = []
@@ -167,6 +189,35 @@ class Batch:
             name for name in ("source", "label_room", "expert") if getattr(self, name) is not None
         ]
         return replace(self, **{name: function(getattr(self, name)) for name in names})
+
+
+class BatchTransfer:
+    """Copies batches to a GPU beside its work: on a stream of its own, two batches ahead.
+
+    The host queues work before the GPU is there, so that a copy begins as soon as the memory of the
+    batch before the last is free. A CUDA graph reads its inputs elsewhere: replaying needs no event
+    but that of the copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # The end of all work up to the batch before the last, and the last batch, whose memory no
+        # copy may have before its own work ends.
+        self._free: Any = None
+        self._last: Batch | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        current = torch.cuda.current_stream(self._device)
+        queued = current.record_event()
+        with torch.cuda.stream(self._stream):
+            if self._free is not None:
+                self._stream.wait_event(self._free)
+            moved = batch.to(self._device)
+            arrived = self._stream.record_event()
+        current.wait_event(arrived)
+        self._free, self._last = queued, moved
+        return moved
 
 
 def _with_tensors(part: Any, change: Callable[[Tensor], Tensor]) -> Any:

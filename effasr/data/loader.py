@@ -231,7 +231,8 @@ class Loader:
 
     def _dataset(self) -> MicroBatchDataset:
         shape = self._planner.shape
-        return MicroBatchDataset(self._corpus, self._config, shape, self._reading, self._augmenter)
+        parts = self._corpus, self._config, shape, self._reading, self._augmenter
+        return MicroBatchDataset(*parts, narrows=self._pin_memory)
 
     def _data_loader(self, parts: Iterable[MicroBatchRef]) -> DataLoader[Any]:
         workers = self._config.workers

@@ -76,8 +76,14 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
         shape: StaticShape | None,
         reading: MutableSequence[int],
         augmenter: Augmenter,
+        *,
+        narrows: bool = False,
     ) -> None:
-        """Set up; in ``reading`` each worker publishes the utterance that it is reading, or -1."""
+        """Set up; in ``reading`` each worker publishes the utterance that it is reading, or -1.
+
+        ``narrows``: whether audio of 16 bits stays int16, for a transfer to a GPU.
+        """
+        self._narrows = narrows
         self._augmenter = augmenter
         self._reading = reading
         self._corpus = corpus
@@ -88,6 +94,8 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
     def __getitem__(self, ref: MicroBatchRef) -> StepBatch | AudioError | SharedMemoryError:
         """Load one micro-batch; errors are returned, not raised, to arrive without a traceback."""
         part = self._load(ref)
+        if self._narrows and isinstance(part, StepBatch):
+            part = replace(part, batches=[batch.narrowed() for batch in part.batches])
         if get_worker_info() is not None and isinstance(part, StepBatch):
             try:
                 share(chain.from_iterable(map(_tensors, part.batches)))

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from effasr import checkpoint
+from effasr.data.batch import BatchTransfer
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import running_statistics
 from effasr.distributed.grad_sync import FlatGradientSync, gradient_sync
@@ -186,6 +187,7 @@ def build_train_state(
         average=average,
         adascale=adascale,
         weights=weights,
+        transfer=BatchTransfer(context.device) if context.device.type == "cuda" else None,
         phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
         teacher=teacher,
     )

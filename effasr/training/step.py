@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr import ranges
-from effasr.data.batch import Batch
+from effasr.data.batch import Batch, BatchTransfer
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import restore_unless
 from effasr.distributed.fsdp import full_tensor
@@ -70,6 +70,8 @@ class TrainState:
     weights: WeightCopies | None = None
     # None to run each micro-batch.
     graph: MicroBatchGraph | None = None
+    # None to copy each batch in turn with the work of the device.
+    transfer: BatchTransfer | None = None
     phases: PhaseTracker = field(default_factory=PhaseTracker)
     teacher: Teacher | None = None
 
@@ -206,6 +208,8 @@ def _accumulate_gradient(
     run = partial(run_micro_batch, state, exchanging=exchanging)
     if state.graph is not None:
         run = partial(state.graph, replace=is_first and state.weights is not None)
+    if state.transfer is not None:
+        batch = state.transfer(batch)
     with sync, measured:
         share, utterance_losses = run(batch, counts)
     return share, utterance_losses

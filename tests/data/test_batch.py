@@ -1,3 +1,6 @@
+import weakref
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effasr.data.batch import IGNORED, StaticShape, _transferred
+from effasr.data.batch import IGNORED, BatchTransfer, StaticShape, _transferred
 from effasr.data.collate import Example, collate
 from effasr.data.features.frame_geometry import Framing
 
@@ -135,6 +138,60 @@ def test_small_tensors_are_one_transfer():
         assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, x.dtype)
     assert moved.frames.lengths == batch.frames.lengths
     assert (moved.ids, moved.num_targets) == (batch.ids, batch.num_targets)
+
+
+@pytest.mark.parametrize(
+    ("samples", "dtype"),
+    [
+        (np.arange(-(2**15), 2**15), torch.int16),
+        # A full scale that no 16 bits hold, half a step, and what is not a number.
+        ([2**15], torch.float32), ([0.5], torch.float32), ([np.nan, 1], torch.float32),
+        ([1e30], torch.float32), ([], torch.int16),
+    ],
+)  # fmt: skip
+def test_audio_is_narrowed_where_that_is_exact(samples, dtype):
+    audio = (np.asarray(samples) / 2**15).astype(np.float32)
+    batch = collated([Example("u", audio, [10], [5])])
+    narrow = batch.narrowed()
+    assert narrow.audio.values.dtype == dtype
+    for part in (narrow.to("cpu"), batch):
+        assert part.audio.values.numpy().tobytes() == audio.tobytes()
+    assert narrow.to("meta").audio.values.dtype == torch.float32
+
+
+def test_a_copy_waits_for_the_batch_before_the_last(monkeypatch):
+    """And not for the one whose memory it does not take."""
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def record_event(self):
+            log.append((self.name, "records", len(log)))
+            return len(log) - 1
+
+        def wait_event(self, event):
+            log.append((self.name, "waits", event))
+
+    work, copies = Stream("work"), Stream("copies")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: work)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    transfer, held = BatchTransfer(torch.device("meta")), []
+    for _ in range(4):
+        transferred = transfer(collated(two()))
+        assert transferred.audio.values.is_meta
+        # The memory of the last one is not free as long as the work on it may go on.
+        assert all(earlier() is None for earlier in held[:-1])
+        held.append(weakref.ref(transferred.audio.values))
+        del transferred
+        assert held[-1]() is not None
+    waits = [entry for entry in log if entry[:2] == ("copies", "waits")]
+    begins = [event for name, kind, event in log if (name, kind) == ("work", "records")]
+    assert [event for _, _, event in waits] == begins[:3]
+    ends = [event for name, kind, event in log if (name, kind) == ("copies", "records")]
+    assert [e for name, kind, e in log if (name, kind) == ("work", "waits")] == ends
 
 
 def test_a_transfer_keeps_the_values():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from effasr.data.audio.waveform import AudioError
+from effasr.data.batch import Batch
 from effasr.data.micro_batch_loader import MicroBatchRef
 from effasr.data.worker_processes import next_item
 from tests.support.corpora import make_loader
@@ -48,6 +49,18 @@ def test_a_resumed_run_sees_the_same_batches(make, workers):
         remainder = take(make(workers=workers), 7 - start, *at)
         for expected, got in zip(whole[start:], remainder, strict=True):
             assert_equal(expected, got)
+
+
+def test_audio_of_files_of_16_bits_is_narrow_for_a_gpu(make, monkeypatch):
+    (expected,) = take(make(workers=0), 1)
+    # Only a GPU's driver can pin memory.
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
+    loader = make()
+    loader._pin_memory = True
+    step = loader.load(MicroBatchRef(expected.epoch, expected.step, 0))
+    for batch, other in zip(step.batches, expected.batches, strict=True):
+        assert (batch.audio.values.dtype, other.audio.values.dtype) == (torch.int16, torch.float32)
+        assert torch.equal(batch.to("cpu").audio.values, other.audio.values)
 
 
 def test_parts_of_steps_can_be_asked_for_in_any_order(make):
