@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from effasr.checks import check
 from effasr.cli.options import AddCommand
 from effasr.cli.progress import working
 from effasr.untrusted.display import escape_controls
@@ -39,8 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if options.only is not None:
         names = sorted({item.set_name for item in scored})
         scored = [item for item in scored if item.set_name == options.only]
-        if not scored:
-            raise ValueError(f"`--set` must be one of {', '.join(names)}, but is {options.only!r}.")
+        check(scored, "--set", f"be one of {', '.join(names)}", repr(options.only))
     with working("comparing the systems"):
         table = compare(scored)
     sys.stdout.write(escape_controls(table))

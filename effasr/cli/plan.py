@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from effasr.checks import check
 from effasr.cli.options import AddCommand, at_least, print_folded, print_line, seconds
 from effasr.cli.progress import progress_counter, working
 
@@ -252,7 +253,5 @@ def _check_output(name: str, path: Path | None, suffix: str) -> None:
         raise ValueError(
             f"`--{name}` must be a file that ends in {suffix}, but is {str(path)!r}: name another."
         )
-    if not path.absolute().parent.is_dir():
-        raise ValueError(
-            f"`--{name}` must be in a folder that exists, but is {str(path)!r}: make the folder."
-        )
+    rule = "be in a folder that exists"
+    check(path.absolute().parent.is_dir(), f"--{name}", rule, repr(str(path)), "make the folder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from effasr.checks import check
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
@@ -132,16 +133,11 @@ class DataConfig:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
         for name in ("token_budget", "max_sequences", "text_token_budget"):
             value = getattr(self, name)
-            if value not in (None, "auto") and value < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1, but is {value}: leave it out to derive it."
-                )
-        if self.workers < 0:
-            raise ValueError(f"`workers` must be at least 0, but is {self.workers}.")
-        if self.on_bad_audio not in ("raise", "skip"):
-            raise ValueError(
-                f"`on_bad_audio` must be 'raise' or 'skip', but is {self.on_bad_audio!r}."
-            )
+            rule, is_valid = "be at least 1", value in (None, "auto") or value >= 1
+            check(is_valid, name, rule, value, "leave it out to derive it")
+        check(self.workers >= 0, "workers", "be at least 0", self.workers)
+        rule = "be 'raise' or 'skip'"
+        check(self.on_bad_audio in ("raise", "skip"), "on_bad_audio", rule, repr(self.on_bad_audio))
         self._check_text_share()
         self._check_text()
         self.limits()

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+from effasr.checks import check
+
 Paths = str | tuple[str, ...]
 
 
@@ -46,11 +48,9 @@ class SourceConfig:
             raise ValueError(
                 f"a source must have either `manifests` or `sources`, but this one has {both}."
             )
-        if self.weight is not None and not self.weight > 0:
-            raise ValueError(
-                f"`weight` must be greater than 0, but is {self.weight}: leave the source out to "
-                "train without it."
-            )
+        rule = "be greater than 0"
+        remedy = "leave the source out to train without it"
+        check(self.weight is None or self.weight > 0, "weight", rule, self.weight, remedy)
         _check_temperature(self.temperature)
 
 
@@ -76,8 +76,7 @@ class MixConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", _checked_level(self.sources))
-        if not self.sources:
-            raise ValueError("`sources` must name at least one source, but is empty.")
+        check(self.sources, "sources", "name at least one source", "empty")
         _check_temperature(self.temperature)
         if self.epoch not in ("infinite", "full"):
             raise ValueError(f"`epoch` must be 'infinite' or 'full', but is {self.epoch!r}.")
@@ -200,8 +199,6 @@ def _checked_level(level: Mapping[str, SourceConfig | Paths]) -> dict[str, Sourc
 
 
 def _check_temperature(temperature: float | None) -> None:
-    if temperature is not None and temperature < 0:
-        raise ValueError(
-            f"`temperature` must be at least 0, but is {temperature}: 1 keeps the proportions of "
-            "the data, 0 makes all sources equal."
-        )
+    rule = "be at least 0"
+    remedy = "1 keeps the proportions of the data, 0 makes all sources equal"
+    check(temperature is None or temperature >= 0, "temperature", rule, temperature, remedy)

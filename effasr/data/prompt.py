@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from effasr.checks import check
 from effasr.data.languages import language_code
 
 Task = Literal["transcribe", "translate"]
@@ -26,8 +27,7 @@ class Prompt:
     def __post_init__(self) -> None:
         for name in ("source", "target"):
             object.__setattr__(self, name, language_code(getattr(self, name)))
-        if self.task not in _TASKS:
-            raise ValueError(f"`task` must be one of {', '.join(_TASKS)}, but is {self.task!r}.")
+        check(self.task in _TASKS, "task", f"be one of {', '.join(_TASKS)}", repr(self.task))
         if self.task == "transcribe" and self.source != self.target:
             raise ValueError(
                 f"`target` must be {self.source!r}, the language spoken, for the task "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from effasr.checks import check
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import INSTRUCTION, DecodingConfig
 from effasr.model.asr import ASRModel
-from effasr.nn.checks import check
 
 # The part of a model that each method needs.
 _PARTS = {
@@ -101,11 +101,8 @@ def check_prompt(prompt: Prompt, method: str, config: DecodingConfig) -> None:
             f"`task` must be transcribe for {name}, which follows the speech, but is "
             f"{prompt.task}: use method attention."
         )
-    if config.ctc_weight > 0:
-        raise ValueError(
-            "`ctc_weight` must be 0 for a translation, because CTC follows the speech, but is "
-            f"{config.ctc_weight}."
-        )
+    rule = "be 0 for a translation, because CTC follows the speech"
+    check(config.ctc_weight <= 0, "ctc_weight", rule, config.ctc_weight)
     if config.words:
         raise ValueError(
             "`words` must be false for a translation, whose words have no place in the speech."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from effasr.nn.checks import check, check_positive
+from effasr.checks import check, check_positive
 
 # Fields of the search, of a second language model and of a corrector: the options of commands, and
 # what a file of `effasr tune` may have.

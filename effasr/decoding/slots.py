@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
+from effasr.checks import check
 from effasr.decoding.decoded import Decoded
-from effasr.nn.checks import check
 
 # Share of the slots that must be free before more is admitted, which is read together.
 _ADMITTED_SHARE = 1 / 8

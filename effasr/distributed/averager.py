@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from effasr.checks import check
 from effasr.distributed.process_group import DistributedContext
 
 
@@ -110,8 +111,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_warmup(steps: int) -> None:
-    if steps < 0:
-        raise ValueError(f"`warmup_steps` must be at least 0, but is {steps}.")
+    check(steps >= 0, "warmup_steps", "be at least 0", steps)
 
 
 # Local SGD: every rank makes its own updates, and groups of ranks average at intervals.
@@ -131,8 +131,7 @@ class LocalSGDConfig:
     warmup_steps: int = 1000
 
     def __post_init__(self) -> None:
-        if self.period < 1:
-            raise ValueError(f"`period` must be at least 1, but is {self.period}.")
+        check(self.period >= 1, "period", "be at least 1", self.period)
         check_warmup(self.warmup_steps)
 
 
@@ -153,11 +152,9 @@ class HierarchicalConfig:
     def __post_init__(self) -> None:
         if not self.periods or min(self.periods) < 1:
             raise ValueError(f"`periods` must be steps, at least 1 each, but is {self.periods}.")
-        if self.periods[max(self.periods)] is not None:
-            raise ValueError(
-                f"`periods` must have null, all ranks, at its longest, but is {self.periods}: "
-                "otherwise the weights of the groups diverge."
-            )
+        rule = "have null, all ranks, at its longest"
+        remedy = "otherwise the weights of the groups diverge"
+        check(self.periods[max(self.periods)] is None, "periods", rule, self.periods, remedy)
         sizes = [self.periods[period] for period in sorted(self.periods)][:-1]
         existing = [size for size in sizes if size is not None]
         if (

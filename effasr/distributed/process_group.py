@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from effasr.checks import check
 from effasr.distributed.failures import PeerFailed, record_failure, report_once_per_node
 
 _POLL_S = 0.02
@@ -227,19 +228,16 @@ def _rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
         if not missing and not values.get(name, "0").isdecimal():
             raise ValueError(f"`{name}` must be a number, but is {values[name]!r}.")
     rank, size = int(values["RANK"] or 0), int(values["WORLD_SIZE"] or 1)
-    if rank >= size:
-        raise ValueError(
-            f"`RANK` must be below WORLD_SIZE, {size}, the number of processes, but is {rank}: "
-            "start with torchrun, which numbers them from 0, or unset both for one process."
-        )
+    rule = f"be below WORLD_SIZE, {size}, the number of processes"
+    remedy = "start with torchrun, which numbers them from 0, or unset both for one process"
+    check(rank < size, "RANK", rule, rank, remedy)
     if size > 1:
         _check_address(values["MASTER_ADDR"], int(values["MASTER_PORT"]))
     return rank, size
 
 
 def _check_address(host: str, port: int) -> None:
-    if not 0 < port < 2**16:
-        raise ValueError(f"`MASTER_PORT` must be a port from 1 to 65535, but is {port}.")
+    check(0 < port < 2**16, "MASTER_PORT", "be a port from 1 to 65535", port)
     try:
         socket.getaddrinfo(host, port)
     except socket.gaierror as error:

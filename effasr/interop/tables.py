@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 
@@ -155,8 +156,7 @@ class Section:
         self, where: str, mapping: Any, unused: list[str] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Our fields, and `options`; the training options that are not used go to ``unused``."""
-        if not isinstance(mapping, Mapping):
-            raise ValueError(f"`{where}` must be a mapping, but is {mapping!r}.")
+        check(isinstance(mapping, Mapping), where, "be a mapping", repr(mapping))
         self._check_names(where, mapping)
         constants = {key: only(value) for key, value in self.constants.items()}
         for key, (default, is_met, rule) in {**constants, **self.fixed}.items():
@@ -170,8 +170,8 @@ class Section:
         fields = {}
         for ours, (option, default, *checks) in self.fields.items():
             value = mapping.get(option, default)
-            for check in checks:
-                value = check(f"{where}.{option}", value)
+            for convert in checks:
+                value = convert(f"{where}.{option}", value)
             fields[ours] = value
         return fields, {key: mapping.get(key, default) for key, default in self.options.items()}
 
@@ -191,11 +191,8 @@ class Section:
         existing |= {*self.options, *self.constants, *self.fixed, *self.written, *self.training}
         existing |= set(self.ignored.split())
         for key, value in mapping.items():
-            if key not in existing and value is not None:
-                raise ValueError(
-                    f"`{where}.{key}` must be left out, as it is unknown here and may change what "
-                    f"the model computes, but is {value!r}."
-                )
+            rule = "be left out, as it is unknown here and may change what the model computes"
+            check(key in existing or value is None, f"{where}.{key}", rule, repr(value))
 
 
 def only(*values: Any, default: Any = None) -> Rule:
@@ -206,8 +203,7 @@ def only(*values: Any, default: Any = None) -> Rule:
 
 def integer(where: str, value: Any) -> int:
     """Check that an option is an integer, and no unresolved interpolation."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"`{where}` must be an int, but is {value!r}.")
+    check(not isinstance(value, bool) and isinstance(value, int), where, "be an int", repr(value))
     return value
 
 
@@ -234,8 +230,7 @@ def number(where: str, value: Any) -> float:
 
 def switch(where: str, value: Any) -> bool:
     """Check that an option is true or false."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{where}` must be true or false, but is {value!r}.")
+    check(isinstance(value, bool), where, "be true or false", repr(value))
     return value
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr import ranges
+from effasr.checks import check
 from effasr.data.batch import IGNORED, Batch
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.features.log_mel import LogMel, MelFrames
@@ -25,7 +26,6 @@ from effasr.model.transducer import Transducer
 from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
-from effasr.nn.checks import check
 from effasr.nn.convolution import BatchNorm, DepthwiseConv
 from effasr.nn.experts import EncoderOutput, ExpertFeedForward, GroupedLinear, Router, take_losses
 from effasr.nn.linear import Linear

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from effasr import ranges
+from effasr.checks import check, check_positive
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.log_mel import MelFrames, normalized
 from effasr.data.features.segments import segment_sum
-from effasr.nn.checks import check, check_positive
 from effasr_kernels import PackedLayout, PackedSequence, linear_cross_entropy
 
 _IGNORED = -100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from effasr.checks import check, check_limits
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.model.best_rq import BestRQConfig
@@ -13,7 +14,6 @@ from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
-from effasr.nn.checks import check, check_limits
 from effasr.nn.experts import ExpertsConfig, named_experts_of
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from effasr.checks import check
 from effasr.data.sampling.cost import FACTORS, CostModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
@@ -25,8 +26,7 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
     first of a prompt count as text, as lengths do not tell them apart. Tokens of a language model
     are its rows, and clips of a conversation count as one.
     """
-    if vocab_size < 1:
-        raise ValueError(f"`vocab_size` must be at least 1, but is {vocab_size}.")
+    check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
     width = config.encoder.width
     frame, frame_pair = _encoder(config)
     frame += best_rq_cost(config)
@@ -199,11 +199,9 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
 
 
 def language_model_sizes(config: LanguageModelConfig) -> ModelSizes:
-    if config.architecture is None:
-        raise ValueError(
-            "`language_model.architecture` must be the content of a config.json here, but is null: "
-            "read it from `path`."
-        )
+    rule = "be the content of a config.json here"
+    remedy = "read it from `path`"
+    check(config.architecture is not None, "language_model.architecture", rule, "null", remedy)
     return model_sizes(config.architecture)
 
 

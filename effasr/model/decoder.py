@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr import ranges
+from effasr.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.attention import CrossAttention, SelfAttention
 from effasr.nn.cache.contiguous import CacheSizes
 from effasr.nn.cache.decoder_state import DecoderState, KeysValues
-from effasr.nn.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.experts import (
     EncoderOutput,
     ExpertsConfig,

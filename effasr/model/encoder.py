@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr import ranges
+from effasr.checks import check, check_choices, check_dropouts, check_positive
 from effasr.data.features.log_mel import MelFrames
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
-from effasr.nn.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.convolution import ConformerConvolution
 from effasr.nn.experts import (
     ExpertFeedForward,

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from effasr.checks import check
 from effasr.data.features.config import FeatureConfig
 from effasr.model.encoder import ConformerLayer, FastConformerConfig, FastConformerEncoder
 from effasr.nn.attention import RelativeSelfAttention, SelfAttention
-from effasr.nn.checks import check
 from effasr.nn.convolution import BatchNorm, ConformerConvolution
 from effasr.nn.positions import sinusoids
 from effasr.nn.subsampling import ConvSubsampling

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.nn.checks import check, check_dropouts, check_positive
+from effasr.checks import check, check_dropouts, check_positive
 from effasr.nn.experts import ExpertsConfig, named_groups
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import residual_stream

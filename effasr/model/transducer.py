@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from effasr.nn.checks import check, check_choices, check_dropouts, check_positive
+from effasr.checks import check, check_choices, check_dropouts, check_positive
 from effasr.nn.linear import Linear
 from effasr.nn.predictor import LSTMPredictor, PredictorState, StatelessPredictor
 from effasr_kernels import PackedSequence, transducer_loss

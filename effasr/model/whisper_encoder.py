@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr import ranges
+from effasr.checks import check, check_dropouts, check_positive
 from effasr.data.features.log_mel import MelFrames
-from effasr.nn.checks import check, check_dropouts, check_positive
 from effasr.nn.positions import whisper_sinusoids
 from effasr.nn.residual import residual_stream
 from effasr.nn.stack import run_layers

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from effasr.checks import check, check_choices, check_positive
 from effasr.data.prompt import Prompt
-from effasr.nn.checks import check, check_choices, check_positive
 from effasr.nn.feed_forward import ACTIVATIONS, FeedForward
 from effasr.nn.residual import Residual, is_fused
 from effasr.nn.stack import is_recomputing
@@ -76,10 +76,9 @@ class ExpertsConfig:
         rule = f"be {self.count} different names, one for each expert"
         remedy = f"name the {self.route}s of the data, or change `count`"
         check(different, "names", rule, self.names, remedy)
-        if self.top_k != 1:
-            raise ValueError(
-                f"`top_k` must be 1 where the {self.route} chooses the expert, but is {self.top_k}."
-            )
+        check(
+            self.top_k == 1, "top_k", f"be 1 where the {self.route} chooses the expert", self.top_k
+        )
 
     @property
     def is_learned(self) -> bool:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.nn.checks import check, check_dropouts, check_positive
+from effasr.checks import check, check_dropouts, check_positive
 from effasr.nn.experts import GroupedLinear
 from effasr.nn.linear import whole_bias
 from effasr.nn.parameters import matching
@@ -70,11 +70,9 @@ class LoRAConfig:
         check_positive(self, "rank")
         check(self.alpha > 0, "alpha", "be positive", self.alpha)
         check_dropouts(self)
-        if self.targets is not None and not self.targets:
-            raise ValueError(
-                "`targets` must have at least one pattern, but is empty: leave it out for all "
-                "projections, or train without `lora`."
-            )
+        rule = "have at least one pattern"
+        remedy = "leave it out for all projections, or train without `lora`"
+        check(self.targets is None or self.targets, "targets", rule, "empty", remedy)
 
     @property
     def scale(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from effasr.checks import check
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.optim.fused_adamw import FusedAdamW, kernel_unsupported_reason
 
@@ -94,26 +95,19 @@ class OptimizerConfig:
     implementation: Literal["auto", "fused", "torch", "apex"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"`lr` must be positive, but is {self.lr}.")
+        check(self.lr > 0, "lr", "be positive", self.lr)
         self._check_scaling()
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"`betas` must lie in [0, 1), but are {self.betas}.")
-        if self.eps <= 0:
-            raise ValueError(f"`eps` must be positive, but is {self.eps}.")
-        if self.weight_decay < 0:
-            raise ValueError(f"`weight_decay` must be at least 0, but is {self.weight_decay}.")
+        check(self.eps > 0, "eps", "be positive", self.eps)
+        check(self.weight_decay >= 0, "weight_decay", "be at least 0", self.weight_decay)
 
-        if self.name == "lamb" and not self.weight_decay:
-            raise ValueError(
-                "`weight_decay` must be positive with name lamb, which leaves alone the length of "
-                "updates without it, but is 0: set it, or use adamw."
-            )
-        if self.name == "lamb" and self.implementation == "fused":
-            raise ValueError(
-                "`implementation` must be auto, torch or apex with name lamb, but is fused: use "
-                "auto, or adamw."
-            )
+        rule = "be positive with name lamb, which leaves alone the length of updates without it"
+        remedy = "set it, or use adamw"
+        check(self.name != "lamb" or self.weight_decay, "weight_decay", rule, "0", remedy)
+        is_possible = self.name != "lamb" or self.implementation != "fused"
+        rule, remedy = "be auto, torch or apex with name lamb", "use auto, or adamw"
+        check(is_possible, "implementation", rule, self.implementation, remedy)
 
     def _check_scaling(self) -> None:
         reference, rule = self.lr_reference_micro_batches, self.lr_scaling
@@ -128,10 +122,7 @@ class OptimizerConfig:
             )
         if self.adascale is None:
             return
-        if rule != "none":
-            raise ValueError(
-                f"`lr_scaling` must be none with `adascale`, which scales by itself, but is {rule}."
-            )
+        check(rule == "none", "lr_scaling", "be none with `adascale`, which scales by itself", rule)
         if self.adascale.scale is None and reference is None:
             raise ValueError(
                 "`adascale.scale` must be given where lr_reference_micro_batches is not, but is "

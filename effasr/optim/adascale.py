@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from effasr.checks import check
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaScaleConfig:
@@ -36,12 +38,10 @@ class AdaScaleConfig:
     power: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.scale is not None and self.scale < 1:
-            raise ValueError(f"`scale` must be at least 1 or null, but is {self.scale}.")
+        check(self.scale is None or self.scale >= 1, "scale", "be at least 1 or null", self.scale)
         if self.smoothing is not None and not 0 <= self.smoothing < 1:
             raise ValueError(f"`smoothing` must lie in [0, 1) or be null, but is {self.smoothing}.")
-        if not 0 < self.power <= 1:
-            raise ValueError(f"`power` must lie in (0, 1], but is {self.power}.")
+        check(0 < self.power <= 1, "power", "lie in (0, 1]", self.power)
 
 
 class Reading(Protocol):

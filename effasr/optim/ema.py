@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from effasr.checks import check
+
 
 class WeightAverage:
     """Exponential moving average of the trained parameters, in their own precision.
@@ -18,10 +20,8 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float, scale: float = 1.0) -> None:
-        if not 0 < decay < 1:
-            raise ValueError(f"`decay` must lie between 0 and 1, but is {decay}.")
-        if scale <= 0:
-            raise ValueError(f"`scale` must be positive, but is {scale}.")
+        check(0 < decay < 1, "decay", "lie between 0 and 1", decay)
+        check(scale > 0, "scale", "be positive", scale)
         self.decay = decay
         self.scale = scale
         self._parameters: dict[str, Tensor] = {

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from effasr.checks import check
 from effasr.optim.adamw import OptimizerConfig
 
 
@@ -35,16 +36,13 @@ class ScheduleConfig:
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"`warmup_steps` must be at least 0, but is {self.warmup_steps}.")
+        check(self.warmup_steps >= 0, "warmup_steps", "be at least 0", self.warmup_steps)
         for name in ("steps", "width"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1 or null, but is {value}.")
+            check(value is None or value >= 1, name, "be at least 1 or null", value)
         for name in ("flat_fraction", "min_ratio"):
             value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"`{name}` must lie between 0 and 1, but is {value}.")
+            check(0 <= value <= 1, name, "lie between 0 and 1", value)
 
 
 def learning_rate_ratio(config: ScheduleConfig, step: int, max_steps: int) -> float:

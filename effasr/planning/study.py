@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from effasr import config
+from effasr.checks import check
 from effasr.data.config import DataConfig
 from effasr.data.filters.rules import Limits
 from effasr.data.index.selection import Selection
@@ -75,8 +76,7 @@ class PlanRequest:
             )
         listed = [] if manifests else [(Path(path), source) for path, source in data.manifests]
         listed = [(path, source) for path, source in listed if not _is_text_only(path)]
-        if not (manifests or listed):
-            raise ValueError("`--manifest` must name a manifest or a list, but is not given.")
+        check(manifests or listed, "--manifest", "name a manifest or a list", "not given")
         # The shares apply only to the recipe's sources.
         is_mixed = not manifests and data.mix is not None
         # A recipe may be used for its model before its tokenizer exists.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from effasr import config as configuration
+from effasr.checks import check
 from effasr.training.checkpointing.resume import Saved, must_stay
 from effasr.training.config import TrainConfig
 
@@ -30,12 +31,9 @@ def divide(config: TrainConfig, corpus: TrainingCorpus, ranks: int) -> tuple[Tra
     parts = -(-ranks // data.micro_batches)
     if parts == 1:
         return config, 1, ""
-    if data.strategy != "packed":
-        raise ValueError(
-            f"`data.micro_batches` must be at least the number of ranks, {ranks}, with "
-            f"data.strategy {data.strategy}, but is {data.micro_batches}: set "
-            f"data.micro_batches={ranks}, and a smaller batch each, or start fewer ranks."
-        )
+    rule = f"be at least the number of ranks, {ranks}, with data.strategy {data.strategy}"
+    remedy = f"set data.micro_batches={ranks}, and a smaller batch each, or start fewer ranks"
+    check(data.strategy == "packed", "data.micro_batches", rule, data.micro_batches, remedy)
     text = corpus.text
     lengths = [corpus.lengths, *([] if text is None else [text.lengths])]
     longest = int(corpus.lengths.frames.max())

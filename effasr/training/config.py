@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from effasr import config as configuration
+from effasr.checks import check
 from effasr.data.config import DataConfig
 from effasr.decoding.config import DecodingConfig
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
@@ -54,13 +55,10 @@ class TeacherConfig:
     min_confidence: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.after_step < 0:
-            raise ValueError(f"`after_step` must be at least 0, but is {self.after_step}.")
-        if not 0 <= self.min_confidence <= 1:
-            raise ValueError(
-                f"`min_confidence` must be from 0 to 1, but is {self.min_confidence}: 0 takes "
-                "every label."
-            )
+        check(self.after_step >= 0, "after_step", "be at least 0", self.after_step)
+        rule = "be from 0 to 1"
+        remedy = "0 takes every label"
+        check(0 <= self.min_confidence <= 1, "min_confidence", rule, self.min_confidence, remedy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,8 +234,7 @@ class LoopConfig:
         for name in INTERVALS:
             if interval_seconds(name, getattr(self, name)) is None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
-        if self.keep < 1:
-            raise ValueError(f"`keep` must be at least 1, but is {self.keep}.")
+        check(self.keep >= 1, "keep", "be at least 1", self.keep)
         if self.max_time_s is not None and self.max_time_s <= 0:
             raise ValueError(f"`max_time` must be positive or null, but is {self.max_time}.")
         for name in ("clip", "timeout_s", "data_timeout_s"):
@@ -255,8 +252,7 @@ class LoopConfig:
             *("ema_reference_micro_batches", "freeze_steps"),
         ):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1 or null, but is {value}.")
+            check(value is None or value >= 1, name, "be at least 1 or null", value)
 
     def frozen_at(self, step: int) -> tuple[str, ...]:
         """Return the patterns of ``freeze`` that hold after ``step`` updates."""
@@ -357,8 +353,7 @@ class KernelsConfig:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {value!r}.")
         for name in ("guided_attention", "ctc_loss", "transducer_loss"):
             choices, value = get_args(OwnBackend), getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {value!r}.")
+            check(value in choices, name, f"be one of {', '.join(choices)}", repr(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -439,8 +434,7 @@ class TrainConfig:
                 f"`output` must be a folder of this machine, but is the URL {self.output!r}: mount "
                 "it, or copy the run there when it is done."
             )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and fit in 63 bits, but is {self.seed}.")
+        check(0 <= self.seed < 2**63, "seed", "be at least 0 and fit in 63 bits", self.seed)
 
 
 def _has_subsampling(section: Any) -> bool:
@@ -494,11 +488,8 @@ def adascale_scale(config: TrainConfig) -> float:
     """Return the ratio of the batch to the reference batch."""
     optimizer, count = config.optimizer, config.data.micro_batches
     assert optimizer.adascale is not None
-    if count < 2:
-        raise ValueError(
-            f"`data.micro_batches` must be at least 2 with optimizer.adascale, which measures how "
-            f"their gradients differ, but is {count}: take more and smaller ones."
-        )
+    rule = "be at least 2 with optimizer.adascale, which measures how their gradients differ"
+    check(count >= 2, "data.micro_batches", rule, count, "take more and smaller ones")
     if optimizer.adascale.scale is not None:
         return optimizer.adascale.scale
     scale = relative_batch(count, optimizer.lr_reference_micro_batches)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effasr import config as configuration
+from effasr.checks import check
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.training.checkpointing.resume import Saved, begin_anew
 from effasr.training.config import TrainConfig
@@ -24,8 +25,7 @@ log = logging.getLogger(__name__)
 
 def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) -> TrainingCorpus:
     """Load what to train on, which has to be what the checkpoint was trained on."""
-    if not config.data.manifests:
-        raise ValueError("`data.train` must name at least one manifest, but is empty.")
+    check(config.data.manifests, "data.train", "name at least one manifest", "empty")
     section = "data.train" if config.data.mix is None else "data.mix"
     if config.model.language_model is not None:
         corpus: TrainingCorpus = _load_conversations(config, tokenizer)
@@ -130,11 +130,9 @@ def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
         )
     if share is None:
         return
-    if not paths:
-        raise ValueError(
-            f"`data.text_share` must be null where no manifest is text-only, but is {share:g}: "
-            "leave it out, or add a manifest of lines with `source_text` and `text`."
-        )
+    rule = "be null where no manifest is text-only"
+    remedy = "leave it out, or add a manifest of lines with `source_text` and `text`"
+    check(paths, "data.text_share", rule, f"{share:g}", remedy)
     if config.model.text_encoder is None:
         raise ValueError(
             "`model.text_encoder` must be given for text-only batches, but is null: give it, "

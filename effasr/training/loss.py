@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.model.losses import Losses
 
 LOSSES = ("loss", "cross_entropy", "ctc", "transducer", "guided")
@@ -45,18 +46,14 @@ class LossConfig:
     ctc_weight_before: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"`label_smoothing` must lie in [0, 1), but is {self.label_smoothing}."
-            )
+        check(
+            0 <= self.label_smoothing < 1, "label_smoothing", "lie in [0, 1)", self.label_smoothing
+        )
         for name in ("ctc_weight", "transducer_weight", "ctc_weight_before"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"`{name}` must lie between 0 and 1, but is {value}.")
-        if self.guided_weight < 0:
-            raise ValueError(f"`guided_weight` must be at least 0, but is {self.guided_weight}.")
-        if self.guided_sigma <= 0:
-            raise ValueError(f"`guided_sigma` must be positive, but is {self.guided_sigma}.")
+            check(value is None or 0 <= value <= 1, name, "lie between 0 and 1", value)
+        check(self.guided_weight >= 0, "guided_weight", "be at least 0", self.guided_weight)
+        check(self.guided_sigma > 0, "guided_sigma", "be positive", self.guided_sigma)
         if self.guided_after_ctc is None and self.ctc_weight_before is not None:
             raise ValueError(
                 "`ctc_weight_before` needs `guided_after_ctc`, the CTC loss that ends it."

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from effasr import ranges
+from effasr.checks import check
 from effasr.distributed.process_group import DistributedContext
 
 log = logging.getLogger(__name__)
@@ -59,14 +60,11 @@ class ProfileConfig:
             raise ValueError(
                 f"`tool` must be one of {', '.join(get_args(Tool))}, but is {self.tool!r}."
             )
-        if self.ranges not in ("torch", "nvtx"):
-            raise ValueError(f"`ranges` must be torch or nvtx, but is {self.ranges!r}.")
-        if self.first_step < 0:
-            raise ValueError(f"`first_step` must be at least 0, but is {self.first_step}.")
-        if self.steps < 1:
-            raise ValueError(
-                f"`steps` must be at least 1, but is {self.steps}: tool=none turns profiling off."
-            )
+        check(self.ranges in ("torch", "nvtx"), "ranges", "be torch or nvtx", repr(self.ranges))
+        check(self.first_step >= 0, "first_step", "be at least 0", self.first_step)
+        check(
+            self.steps >= 1, "steps", "be at least 1", self.steps, "tool=none turns profiling off"
+        )
 
 
 def _version_of_nsys() -> tuple[int, int] | None:
@@ -91,15 +89,10 @@ class StepProfiler:
         self._last = config.first_step + config.steps - 1
         self._profiler: torch.profiler.profile | None = None
         on_gpu = context.device.type == "cuda"
-        if config.memory and not on_gpu:
-            raise ValueError(
-                "`training.profile.memory` must be false without a GPU, whose allocations it "
-                "records, but is true."
-            )
-        if config.tool == "nsys" and not on_gpu:
-            raise ValueError(
-                "`training.profile.tool` must be kineto or none without a GPU, but is nsys."
-            )
+        rule = "be false without a GPU, whose allocations it records"
+        check(not config.memory or on_gpu, "training.profile.memory", rule, "true")
+        rule = "be kineto or none without a GPU"
+        check(config.tool != "nsys" or on_gpu, "training.profile.tool", rule, "nsys")
         if config.tool == "nsys" and config.ranges == "nvtx":
             # Ranges that would be lost are refused before the first step.
             try:

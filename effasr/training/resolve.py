@@ -12,6 +12,7 @@ import torch
 
 from effasr import checkpoint
 from effasr import config as configuration
+from effasr.checks import check
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.loader import Loader
@@ -311,10 +312,7 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
                 f"{begin_anew(configuration.to_mapping(config))}."
             )
         return of_source
-    if not path:
-        raise ValueError(
-            "`data.tokenizer` must be a folder that `effasr tokenizer` wrote, but is not given."
-        )
+    check(path, "data.tokenizer", "be a folder that `effasr tokenizer` wrote", "not given")
     return load_tokenizer(path)
 
 
@@ -479,7 +477,4 @@ def _check_text(config: TrainConfig) -> None:
         ("model.transducer", model.transducer is None, "be null"),
         ("loss.ctc_weight", config.loss.ctc_weight != 0, "be greater than 0"),
     ):
-        if not is_met:
-            raise ValueError(
-                f"`{name}` must {rule}, where `training.teacher` is given, but is not."
-            )
+        check(is_met, name, f"{rule}, where `training.teacher` is given", "not")

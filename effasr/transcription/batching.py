@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from effasr.nn.checks import check
+from effasr.checks import check
 
 
 def plan_batches(

@@ -9,10 +9,10 @@ from typing import BinaryIO, Literal
 import numpy as np
 import soxr
 
+from effasr.checks import check, check_positive
 from effasr.data.audio.loudness import HOP_SECONDS, is_speech, loudness
 from effasr.data.audio.waveform import AudioError, AudioProblem, is_plausible
 from effasr.data.prompt import Prompt
-from effasr.nn.checks import check, check_positive
 from effasr.transcription.inputs.arrival import Interruption, arriving
 from effasr.transcription.inputs.chunking import Chunk, quietest
 from effasr.transcription.recognizer import Recognizer, Request

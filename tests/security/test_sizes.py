@@ -8,6 +8,7 @@ import soundfile
 import torch
 
 from effasr.checkpoint import CheckpointError, load_model
+from effasr.checks import LIMITS
 from effasr.data.features.config import FeatureConfig
 from effasr.data.manifest.lines import parse_object
 from effasr.model.asr import ASRModel
@@ -15,7 +16,6 @@ from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.nn.checks import LIMITS
 from effasr.nn.experts import ExpertsConfig
 from effasr.transcription.inputs.audio_stream import open_stream
 from effasr.untrusted.documents import parse_json

@@ -6,6 +6,7 @@ import argparse
 import itertools
 from pathlib import Path
 
+from effasr.checks import check
 from effasr.cli.options import (
     MANIFEST_HELP,
     NBEST,
@@ -68,11 +69,8 @@ def run(options: argparse.Namespace) -> int:
     from effasr.evaluation.tuning.tune import tune
 
     config = decoding_config(options)
-    if config.beam < 2:
-        raise ValueError(
-            f"`--beam` must be at least 2, which gives alternatives to choose among, but is "
-            f"{config.beam}: 8 is usual."
-        )
+    rule = "be at least 2, which gives alternatives to choose among"
+    check(config.beam >= 2, "--beam", rule, config.beam, "8 is usual")
     path = options.output
     if path is None:
         if not (options.run / "checkpoints").is_dir():

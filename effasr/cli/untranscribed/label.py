@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effasr.checks import check
 from effasr.cli.options import (
     MANIFEST_HELP,
     RUN_HELP,
@@ -72,11 +73,9 @@ def run(options: argparse.Namespace) -> int:
             f"`--min-confidence` must be from 0 to 1, but is {options.min_confidence:g}: choose "
             "another."
         )
-    if Path(options.out).suffix == ".jsonl":
-        raise ValueError(
-            f"`OUT` must be a folder, which gets manifest.jsonl, but is {options.out}: choose a "
-            "name without .jsonl."
-        )
+    rule = "be a folder, which gets manifest.jsonl"
+    remedy = "choose a name without .jsonl"
+    check(Path(options.out).suffix != ".jsonl", "OUT", rule, options.out, remedy)
     config = decoding_config(options)
     for name in ("second_lm", "corrector"):
         if (value := getattr(config, name)) is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import AudioSegment, load_audio
 from effasr.data.batch import StaticShape
@@ -111,8 +112,7 @@ class ConversationCorpus(BaseCorpus):
         *,
         padded: bool = False,
     ) -> ConversationBatch:
-        if padded:
-            raise ValueError("`padded` must be false for conversations, but is true: leave it out.")
+        check(not padded, "padded", "be false for conversations", "true", "leave it out")
         return collate_conversations(
             examples,
             shape,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import samples_in
 from effasr.data.config import DataConfig
@@ -76,10 +77,9 @@ def load_conversation_corpus(
 
 def _check(config: DataConfig) -> None:
     """Check that settings which are made for utterances have their defaults."""
-    if config.strategy != "packed":
-        raise ValueError(
-            f"`data.strategy` must be packed for conversations, but is {config.strategy}."
-        )
+    check(
+        config.strategy == "packed", "data.strategy", "be packed for conversations", config.strategy
+    )
     if config.speed_perturbation != (1.0,):
         raise ValueError(
             "`data.speed_perturbation` must be [1.0] for conversations, but is "
@@ -257,11 +257,9 @@ class _Builder:
     def _suggested_budget(self, lengths: UtteranceLengths) -> int:
         """Return the token budget that an epoch fills along with the frame budget."""
         config = self.config
-        if not lengths.frames.any():
-            raise ValueError(
-                "`data.token_budget` must be given for conversations without speech, but is null: "
-                "set it to the rows of the language model in a micro-batch."
-            )
+        rule = "be given for conversations without speech"
+        remedy = "set it to the rows of the language model in a micro-batch"
+        check(lengths.frames.any(), "data.token_budget", rule, "null", remedy)
         mixture, sources = None, to_numpy(self.sources)
         if config.mix is not None:
             mixture = epoch_mixture(config.mix, lengths, sources)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from effasr.checks import check
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 
 _MOST_HOPS = {8: 14, 4: 6, 2: 3}
@@ -56,39 +57,31 @@ class FeatureConfig:
         if self.kind not in ("parakeet", "whisper"):
             raise ValueError(f"`kind` must be parakeet or whisper, but is {self.kind!r}.")
         rows = self.rows_per_frame
-        if rows not in (2, 4, 8):
-            raise ValueError(
-                f"`subsampling` must be 4 or 8 (FastConformer) or 2 (Transformer), but is {rows}: "
-                "leave it out to take the encoder's."
-            )
+        rule = "be 4 or 8 (FastConformer) or 2 (Transformer)"
+        check(rows in (2, 4, 8), "subsampling", rule, rows, "leave it out to take the encoder's")
         if rows > 2 and self.mel_bins % rows:
             times = {4: "twice", 8: "three times"}[rows]
             raise ValueError(
                 f"`mel_bins` must be a multiple of {rows}, because the encoder halves the "
                 f"bands {times}, but is {self.mel_bins}: use 64, 80 or 128."
             )
-        if not 0 <= self.minimum_s < math.inf:
-            raise ValueError(
-                f"`minimum_s` must be at least 0, but is {self.minimum_s}: 0 adds no silence."
-            )
+        rule = "be at least 0"
+        remedy = "0 adds no silence"
+        check(0 <= self.minimum_s < math.inf, "minimum_s", rule, self.minimum_s, remedy)
         if self.minimum_s and self.kind != "whisper":
             raise ValueError(
                 f"`minimum_s` must be 0 for features of kind {self.kind}, whose models hear no "
                 f"silence after an utterance, but is {self.minimum_s}."
             )
-        if self.window > self.n_fft:
-            raise ValueError(
-                f"`window` must be at most n_fft = {self.n_fft}, but is {self.window}: "
-                "raise `n_fft`."
-            )
+        rule = f"be at most n_fft = {self.n_fft}"
+        check(self.window <= self.n_fft, "window", rule, self.window, "raise `n_fft`")
         most = _MOST_HOPS[rows]
         if self.window > most * self.hop:
             raise ValueError(
                 f"`window` must be at most {most} hops = {most * self.hop}, so that a window meets "
                 f"one utterance only, but is {self.window}: raise `hop`."
             )
-        if not 0 <= self.preemphasis <= 1:
-            raise ValueError(f"`preemphasis` must be in [0, 1], but is {self.preemphasis}.")
+        check(0 <= self.preemphasis <= 1, "preemphasis", "be in [0, 1]", self.preemphasis)
         if self.kind == "whisper":
             self._check_whisper()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.data.features.log_mel import MelFrames
 from effasr_kernels import mask_features
 
@@ -33,11 +34,8 @@ class SpecAugmentConfig:
         for name in ("freq_masks", "freq_width", "time_masks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be at least 0, but is {getattr(self, name)}.")
-        if not 0 <= self.time_width <= 1:
-            raise ValueError(
-                f"`time_width` must be in [0, 1], a share of the utterance, but is "
-                f"{self.time_width}: for 5 % write 0.05."
-            )
+        rule = "be in [0, 1], a share of the utterance"
+        check(0 <= self.time_width <= 1, "time_width", rule, self.time_width, "for 5 % write 0.05")
 
 
 def spec_augment(mel: MelFrames, config: SpecAugmentConfig) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from effasr.checks import check
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.untrusted.display import utf8
 
@@ -53,8 +54,7 @@ class Limits:
             "max_characters_per_second",
         ):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"`{name}` must be greater than 0, but is {value}.")
+            check(value is None or value > 0, name, "be greater than 0", value)
         _check_speeds(self.speed_perturbation)
 
 
@@ -104,20 +104,13 @@ class FilterConfig:
     def __post_init__(self) -> None:
         for name in ("max_tokens_per_second", "max_characters_per_second", "rate_deviations"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(
-                    f"`{name}` must be greater than 0, but is {value}: null turns it off."
-                )
-        if not 0 <= self.max_dropped <= 1:
-            raise ValueError(
-                f"`max_dropped` must be a share from 0 to 1, but is {self.max_dropped}: 1 allows "
-                "everything."
-            )
-        if not 0 <= self.max_unknown <= 1:
-            raise ValueError(
-                f"`max_unknown` must be a share from 0 to 1, but is {self.max_unknown}: 1 allows "
-                "everything."
-            )
+            check(value is None or value > 0, name, "be greater than 0", value, "null turns it off")
+        rule = "be a share from 0 to 1"
+        remedy = "1 allows everything"
+        check(0 <= self.max_dropped <= 1, "max_dropped", rule, self.max_dropped, remedy)
+        rule = "be a share from 0 to 1"
+        remedy = "1 allows everything"
+        check(0 <= self.max_unknown <= 1, "max_unknown", rule, self.max_unknown, remedy)
         if self.characters is not None:
             try:
                 re.compile(f"[^{self.characters}]")

@@ -13,6 +13,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.audio.silence import draw_silence
 from effasr.data.batch import StaticShape
 from effasr.data.config import DataConfig
@@ -229,11 +230,9 @@ def _with_label_room(columns: UtteranceColumns, rate: float | None) -> np.ndarra
     if has_text.all():
         return columns.tokens
     if rate is None:
-        if not has_text.any():
-            raise ValueError(
-                "`label_tokens_per_second` must be given where no utterance has a text, but is "
-                "null: 10 is enough for most languages and vocabularies."
-            )
+        rule = "be given where no utterance has a text"
+        remedy = "10 is enough for most languages and vocabularies"
+        check(has_text.any(), "label_tokens_per_second", rule, "null", remedy)
         rate = _LABEL_ROOM * float((text / columns.seconds)[has_text].max())
     # CTC writes at most a token for each frame.
     room = np.minimum(np.ceil(rate * columns.seconds) + 1, columns.frames).astype(text.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from effasr.checks import check
 from effasr_kernels import Context
 
 FACTORS = ("frame", "frame_pair", "token", "token_pair", "token_frame")
@@ -40,11 +41,9 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in FACTORS:
             value = getattr(self, name)
-            if not (value == 0 or 1 <= value < math.inf):
-                raise ValueError(
-                    f"`{name}` must be 0 or at least 1 FLOP, but is {value}: costs are "
-                    "counted in whole FLOPs."
-                )
+            rule = "be 0 or at least 1 FLOP"
+            remedy = "costs are counted in whole FLOPs"
+            check(value == 0 or 1 <= value < math.inf, name, rule, value, remedy)
         if not any(getattr(self, name) for name in FACTORS):
             raise ValueError("`frame` or another factor must be at least 1 FLOP, but all are 0.")
 

@@ -21,6 +21,7 @@ from lhotse.dataset.sampling.dynamic_bucketing import (
 )
 from lhotse.dataset.sampling.simple import SimpleCutSampler
 
+from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.options import StrategyOptions
@@ -62,8 +63,7 @@ class LhotsePlanner:
         options: StrategyOptions,
     ) -> None:
         """Make the planner; `effasr.data.sampling.strategies.planner` checks the arguments."""
-        if not len(lengths):
-            raise ValueError("`lengths` must hold at least one utterance, but is empty.")
+        check(len(lengths), "lengths", "hold at least one utterance", "empty")
         self._strategy = strategy
         self._lengths = lengths
         self._micro_batches = micro_batches
@@ -95,8 +95,7 @@ class LhotsePlanner:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Plan an epoch; see `effasr.data.sampling.plan.Planner`."""
-        if epoch < 0:
-            raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
+        check(epoch >= 0, "epoch", "be at least 0", epoch)
         batches = [[item.index for item in batch] for batch in self._sampler(epoch)]
         return self._joined(batches)
 

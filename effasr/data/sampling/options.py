@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from effasr.checks import check
 from effasr.data.sampling.bucket_table import BucketTable
 
 Strategy = Literal["packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d"]
@@ -27,10 +28,9 @@ class StrategyOptions:
 
     def check(self, strategy: str) -> None:
         """Check the options against a strategy."""
-        if strategy not in STRATEGIES:
-            raise ValueError(
-                f"`strategy` must be one of {', '.join(STRATEGIES)}, but is {strategy!r}."
-            )
+        check(
+            strategy in STRATEGIES, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy)
+        )
         for name in ("batch_duration", "batch_size"):
             value = getattr(self, name)
             if value is not None and strategy == "packed":
@@ -38,21 +38,17 @@ class StrategyOptions:
                     f"`{name}` must be left out for strategy packed, whose micro-batches "
                     f"`frame_budget` and `token_budget` fill, but is {value}."
                 )
-            if value is not None and not value > 0:
-                raise ValueError(
-                    f"`{name}` must be greater than 0, but is {value}: leave it out to derive it "
-                    "from `frame_budget`."
-                )
+            rule = "be greater than 0"
+            remedy = "leave it out to derive it from `frame_budget`"
+            check(value is None or value > 0, name, rule, value, remedy)
         if self.batch_duration is not None and self.batch_size is not None:
             raise ValueError(
                 f"`batch_size` must be left out where `batch_duration` is given, but they are "
                 f"{self.batch_size} and {self.batch_duration}."
             )
-        if self.buckets < 2:
-            raise ValueError(
-                f"`buckets` must be at least 2, but is {self.buckets}: strategy random is one "
-                "bucket for all."
-            )
+        rule = "be at least 2"
+        remedy = "strategy random is one bucket for all"
+        check(self.buckets >= 2, "buckets", rule, self.buckets, remedy)
         if self.padded and strategy == "packed":
             raise ValueError(
                 "`padded` must be false for strategy packed, which exists to avoid padding: "
@@ -68,12 +64,9 @@ class StrategyOptions:
             )
         if strategy != "sync_bucketed_2d":
             return
-        if self.batch_size is not None:
-            raise ValueError(
-                "`batch_size` must be left out for strategy sync_bucketed_2d, whose buckets have "
-                f"a batch size each, but is {self.batch_size}: give `batch_duration` or "
-                "`bucket_batch_sizes`."
-            )
+        rule = "be left out for strategy sync_bucketed_2d, whose buckets have a batch size each"
+        remedy = "give `batch_duration` or `bucket_batch_sizes`"
+        check(self.batch_size is None, "batch_size", rule, self.batch_size, remedy)
         if self.table is not None and self.batch_duration is not None:
             raise ValueError(
                 "`batch_duration` must be left out where `bucket_batch_sizes` gives the batch "

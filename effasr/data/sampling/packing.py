@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.ends import Ends, capacity
@@ -166,31 +167,25 @@ def nodes_of(frames: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def _check(
     micro_batches: int, epoch: int, epoch_end: str | None, population: np.ndarray | None
 ) -> None:
-    if micro_batches < 1:
-        raise ValueError(f"`micro_batches` must be at least 1, but is {micro_batches}.")
-    if epoch < 0:
-        raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
+    check(micro_batches >= 1, "micro_batches", "be at least 1", micro_batches)
+    check(epoch >= 0, "epoch", "be at least 0", epoch)
     if epoch_end not in (None, "carry", "exact"):
         raise ValueError(f"`epoch_end` must be 'carry' or 'exact', but is {epoch_end!r}.")
-    if population is not None and epoch_end == "carry":
-        raise ValueError(
-            "`epoch_end` must be 'exact' for a `population`, but is 'carry': what one epoch leaves "
-            "may not be part of the next."
-        )
+    rule = "be 'exact' for a `population`"
+    remedy = "what one epoch leaves may not be part of the next"
+    check(population is None or epoch_end != "carry", "epoch_end", rule, "'carry'", remedy)
 
 
 def _members(lengths: UtteranceLengths, population: np.ndarray | None) -> np.ndarray:
     """Return the utterances of an epoch, int32."""
-    if not len(lengths):
-        raise ValueError("`lengths` must hold at least one utterance, but is empty.")
+    check(len(lengths), "lengths", "hold at least one utterance", "empty")
     if population is None:
         return np.arange(len(lengths), dtype=np.int32)
     if population.ndim != 1 or population.dtype != np.int32:
         raise ValueError(
             f"`population` must be int32 (p,), but is {population.dtype} {population.shape}."
         )
-    if not len(population):
-        raise ValueError("`population` must hold at least one utterance, but is empty.")
+    check(len(population), "population", "hold at least one utterance", "empty")
     least, most = int(population.min()), int(population.max())
     if least < 0 or most >= len(lengths):
         raise ValueError(
@@ -325,10 +320,8 @@ def imbalance(cost: np.ndarray, micro_batches: int, world_size: int) -> np.ndarr
     Returns:
         float64 (steps,), relative to the mean; 0 where all ranks have equal work.
     """
-    if world_size < 1 or micro_batches % world_size:
-        raise ValueError(
-            f"`world_size` must divide `micro_batches` = {micro_batches}, but is {world_size}."
-        )
+    rule = f"divide `micro_batches` = {micro_batches}"
+    check(world_size >= 1 and (not micro_batches % world_size), "world_size", rule, world_size)
     ranks = cost.reshape(-1, micro_batches // world_size, world_size).sum(axis=1)
     mean = ranks.mean(axis=1)
     return np.divide(ranks.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0) - 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.ends import exchanged
 from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths
@@ -52,8 +53,7 @@ def sequences(
     sources: np.ndarray, amounts: np.ndarray, quotas: Sequence[int], *, seed: int, epoch: int
 ) -> list[tuple[int, SourceSequence]]:
     """Return the quota and the sequence of each source that has a quota; see `population`."""
-    if epoch < 0:
-        raise ValueError(f"`epoch` must be at least 0, but is {epoch}.")
+    check(epoch >= 0, "epoch", "be at least 0", epoch)
     if amounts.size and amounts.min() < 1:
         worst = int(amounts.argmin())
         raise ValueError(f"`amounts[{worst}]` must be at least 1, but is {amounts[worst]}.")

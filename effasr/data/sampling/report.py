@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.packing import imbalance
@@ -67,11 +68,9 @@ def measure(
         buckets: int (n,), the bucket of each utterance; None for a strategy without buckets, and
             where each epoch has its own.
     """
-    if not plans:
-        raise ValueError("`plans` must hold at least one plan, but is empty.")
+    check(plans, "plans", "hold at least one plan", "empty")
     micro_batches = plans[0].micro_batches
-    if world_size < 1:
-        raise ValueError(f"`world_size` must be at least 1, but is {world_size}.")
+    check(world_size >= 1, "world_size", "be at least 1", world_size)
     rounds = -(-micro_batches // world_size)
     plans = [_shared(plan, rounds * world_size) for plan in plans]
     parts = [_work(plan, lengths, seconds, cost, shape) for plan in plans]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.options import StrategyOptions
@@ -40,8 +41,7 @@ def planner(
     options = options or StrategyOptions()
     options.check(strategy)
     for name, value in (("micro_batches", micro_batches), ("world_size", world_size)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value}.")
+        check(value >= 1, name, "be at least 1", value)
     if strategy == "packed":
         packed = {"micro_batches": micro_batches, "cost": cost, "epoch_end": epoch_end}
         return PackedPlanner(lengths, shape, population, packed | {"seed": seed})

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from lhotse.cut import Cut
 
+from effasr.checks import check
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.filters.rules import frames_for_ctc, text_of
 from effasr.data.index.columns import to_numpy
@@ -55,8 +56,7 @@ class FramesPerToken:
         further utterances, which were left out because CTC cannot align them.
         """
         count = len(frames) + excluded
-        if not count:
-            raise ValueError("`frames` must have at least one utterance, but is empty.")
+        check(count, "frames", "have at least one utterance", "empty")
         # Excluded utterances count as having less than one frame per token.
         ratios = np.concatenate([np.zeros(excluded), frames / tokens])
         lacking = int((frames < (tokens if needed is None else needed)).sum())

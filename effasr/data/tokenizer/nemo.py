@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from effasr.checks import check
 from effasr.data.languages import language_among
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer.base import check_ids
@@ -48,18 +49,15 @@ class NeMoTokenizer(AggregateTokenizer):
 
     def __init__(self, models: Mapping[str, bytes], prompt_format: str | None = None) -> None:
         """Put models together."""
-        if not models:
-            raise ValueError("`models` must hold at least one model, but is empty.")
+        check(models, "models", "hold at least one model", "empty")
         for name in models:
             if not _NAME.fullmatch(name):
                 raise ValueError(
                     f"`models` must be named by languages, of letters and dashes, but one is "
                     f"{name!r}."
                 )
-        if prompt_format not in (None, *PROMPT_FORMATS):
-            raise ValueError(
-                f"`prompt_format` must be {' or '.join(PROMPT_FORMATS)}, but is {prompt_format}."
-            )
+        rule = f"be {' or '.join(PROMPT_FORMATS)}"
+        check(prompt_format in (None, *PROMPT_FORMATS), "prompt_format", rule, prompt_format)
         super().__init__(models)
         self.prompt_format = prompt_format
         self.specials = self._find_specials()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import sentencepiece
 
+from effasr.checks import check
 from effasr.data.atomic_files import write_atomically
 from effasr.data.languages import language_among
 from effasr.data.prompt import Prompt
@@ -97,8 +98,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
         normalization: Normalization | None = None,
     ) -> None:
         """Put languages together."""
-        if not models:
-            raise ValueError("`models` must hold at least one language, but is empty.")
+        check(models, "models", "hold at least one language", "empty")
         if sharing and len(models) != 1:
             raise ValueError(
                 f"`models` must hold one model for `sharing`, but holds {len(models)}: "

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import sentencepiece
 
+from effasr.checks import check
 from effasr.data.tokenizer.sentence_piece import (
     SHARED,
     Normalization,
@@ -59,8 +60,7 @@ def train_tokenizer(
     The same texts in the same order give the same files. Of more than two million texts a
     fixed random part is used.
     """
-    if not texts_by_language:
-        raise ValueError("`texts_by_language` must name at least one language, but is empty.")
+    check(texts_by_language, "texts_by_language", "name at least one language", "empty")
     options: dict[str, Any] = {
         "normalization": normalization, "byte_fallback": byte_fallback, "coverage": coverage
     }  # fmt: skip
@@ -114,11 +114,8 @@ def train_model(
         yield first
         yield from lines
 
-    if not 0.9 <= coverage <= 1:
-        raise ValueError(
-            f"`coverage` must be from 0.9 to 1, the share of characters in pieces, but is "
-            f"{coverage:g}: 1 leaves out none."
-        )
+    rule = "be from 0.9 to 1, the share of characters in pieces"
+    check(0.9 <= coverage <= 1, "coverage", rule, f"{coverage:g}", "1 leaves out none")
     model = io.BytesIO()
     sentencepiece.set_random_generator_seed(0)
     try:
@@ -166,10 +163,8 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 @contextmanager
 def _rules(normalization: Normalization) -> Iterator[dict[str, Any]]:
     """Give SentencePiece's option: its default, nmt_nfkc, has spaces in place of joiners."""
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(
-            f"`normalization` must be one of {', '.join(NORMALIZATIONS)}, but is {normalization!r}."
-        )
+    rule = f"be one of {', '.join(NORMALIZATIONS)}"
+    check(normalization in NORMALIZATIONS, "normalization", rule, repr(normalization))
     if normalization != "nfc":
         yield {"normalization_rule_name": normalization}
         return

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.language_model.cache import CachedConversations
@@ -17,7 +18,6 @@ from effasr.model.asr import ASRModel
 from effasr.model.language_model.architecture import max_rows
 from effasr.nn.cache.decoder_state import KEPT_SHARE
 from effasr.nn.cache.paged import most_pages
-from effasr.nn.checks import check
 from effasr_kernels import PackedLayout, PackedSequence
 
 _ROWS_READ = 8192  # most rows that are read together, unless one conversation alone has more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from effasr.checks import check
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.lm.boosting import BoostTree, read_phrases
@@ -9,7 +10,6 @@ from effasr.decoding.lm.neural import load_neural_lm
 from effasr.decoding.lm.ngram import TokenLM, load_ngrams
 from effasr.decoding.lm.words import WordFusion, load_word_ngrams
 from effasr.model.asr import ASRModel
-from effasr.nn.checks import check
 
 
 def load_lm(config: DecodingConfig, model: ASRModel, tokenizer: Tokenizer) -> TokenLM | None:

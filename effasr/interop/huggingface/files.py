@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import plain_name
 from effasr.untrusted.mistaken import wrong_file
@@ -53,11 +54,8 @@ class SpecialTokens:
             "decoder_start_token_id": self.decoder_start_id,
         }
         for name, token in ids.items():
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"`{name}` must be in the vocabulary of {vocab_size}, but is {token}: pass the "
-                    "tokenizer's special tokens."
-                )
+            rule = f"be in the vocabulary of {vocab_size}"
+            check(0 <= token < vocab_size, name, rule, token, "pass the tokenizer's special tokens")
         return ids
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from effasr.checks import check
 from effasr.data.features.config import FeatureConfig
 from effasr.interop.huggingface.files import Content, ModelClass, SpecialTokens
 from effasr.interop.nemo.config import read_contexts, write_contexts
@@ -349,10 +350,8 @@ def _write_transducer(model: ASRModel, tokens: SpecialTokens) -> Content:
     # transformers counts as labels those that are not blank for an RNN-T, and those that are not
     # padding for a TDT: no text may have that token.
     pad_id = blank if durations is None else tokens.pad_id
-    if durations is not None and not 0 <= pad_id < blank:
-        raise ValueError(
-            f"`pad_id` must be in the vocabulary of {blank}, but is {pad_id}: pass the tokenizer's."
-        )
+    rule = f"be in the vocabulary of {blank}"
+    check(durations is None or 0 <= pad_id < blank, "pad_id", rule, pad_id, "pass the tokenizer's")
     is_streaming = is_streaming_transducer(model.config)
     if is_streaming:
         model_type, encoder = "nemotron_asr_streaming", _write_streaming_encoder(model.config)

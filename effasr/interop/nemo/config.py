@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from effasr.checks import check
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.interop.nemo import tables
@@ -221,8 +222,7 @@ def _read_augment(mapping: Any, unused: list[str]) -> SpecAugmentConfig:
 
 
 def _check_same(where: str, value: Any, expected: int, reason: str) -> None:
-    if value != expected:
-        raise ValueError(f"`{where}` must be {reason} = {expected}, but is {value}.")
+    check(value == expected, where, f"be {reason} = {expected}", value)
 
 
 # With ``att_context_style: chunked_limited``, ``att_context_size: [L, R]`` are chunks of R + 1
@@ -233,10 +233,7 @@ _STYLES = "regular", "chunked_limited"
 
 def read_contexts(size: Any, style: Any) -> tuple[Context, ...]:
     """The contexts of ``encoder.att_context_size`` and ``encoder.att_context_style``."""
-    if style not in _STYLES:
-        raise ValueError(
-            f"`encoder.att_context_style` must be {' or '.join(_STYLES)}, but is {style}."
-        )
+    check(style in _STYLES, "encoder.att_context_style", f"be {' or '.join(_STYLES)}", style)
     sizes: Any = [[-1, -1]] if size is None else size
     if isinstance(sizes, Sequence) and not any(isinstance(x, Sequence) for x in sizes):
         sizes = [sizes]
@@ -290,11 +287,8 @@ def read_convolution(size: Any, taps: int) -> bool:
     half = (taps - 1) // 2
     if size in ("causal", [taps - 1, 0]):
         return True
-    if size not in (None, half, [half, half]):
-        raise ValueError(
-            f"`encoder.conv_context_size` must be null or [{half}, {half}], as many frames on "
-            f"both sides, or causal, but is {size}."
-        )
+    rule = f"be null or [{half}, {half}], as many frames on both sides, or causal"
+    check(size in (None, half, [half, half]), "encoder.conv_context_size", rule, size)
     return False
 
 

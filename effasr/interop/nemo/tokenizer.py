@@ -10,6 +10,7 @@ from typing import Any
 
 import sentencepiece
 
+from effasr.checks import check
 from effasr.data.tokenizer import NeMoTokenizer, SentencePieceTokenizer, Tokenizer
 from effasr.data.tokenizer.nemo import SPECIAL, UNIFIED
 from effasr.interop.nemo.archive import NemoArchive, file_reference
@@ -47,11 +48,8 @@ def read_tokenizer(archive: NemoArchive, prompt_format: str | None) -> NeMoToken
 
 def _read_model(archive: NemoArchive, where: str, section: Any) -> bytes:
     kind = section.get("type") if isinstance(section, Mapping) else section
-    if str(kind).lower() != "bpe":
-        raise ValueError(
-            f"`{where}.type` must be bpe, a SentencePiece model, or agg, several of them, but is "
-            f"{kind}."
-        )
+    rule = "be bpe, a SentencePiece model, or agg, several of them"
+    check(str(kind).lower() == "bpe", f"{where}.type", rule, kind)
     path = section.get("model_path") or "tokenizer.model"
     return archive.file(f"{where}.model_path", path)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from effasr.checks import check
 from effasr.data.atomic_files import write_atomically
 from effasr.interop.onnx.export import on_host, refuse_context
 from effasr.interop.onnx.graph import check_packages, write_graph
@@ -23,7 +24,6 @@ from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.streaming_encoder import check_features, check_streamable
 from effasr.model.transducer import Transducer
-from effasr.nn.checks import check
 from effasr.nn.predictor import LSTMPredictor
 from effasr_kernels import Context
 

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from effasr.checks import LIMITS
 from effasr.model.language_model.packed_attention import CONTEXT, PackedContext, register
-from effasr.nn.checks import LIMITS
 from effasr.untrusted.documents import parse_json, read_json_object
 from effasr_kernels import PackedLayout
 

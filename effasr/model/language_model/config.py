@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from effasr.nn.checks import check, check_choices, check_positive
+from effasr.checks import check, check_choices, check_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

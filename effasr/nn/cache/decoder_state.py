@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
 from effasr.nn.cache.paged import PagedCache, pages_of
 from effasr_kernels import PackedLayout
@@ -195,10 +196,7 @@ class DecoderState:
 
     def widen(self, hypotheses: int) -> None:
         """Give each sequence this many hypotheses, copies of its only one."""
-        if self.hypotheses != 1:
-            raise ValueError(
-                f"`hypotheses` must be 1 before a state is widened, but is {self.hypotheses}."
-            )
+        check(self.hypotheses == 1, "hypotheses", "be 1 before a state is widened", self.hypotheses)
         self.hypotheses = hypotheses
         if isinstance(self.self_cache, PagedCache):
             self.self_cache = self.self_cache.widened(hypotheses, self.length)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.model.config import ModelConfig
 from effasr.training.calibration.settings import CalibrationConfig
@@ -56,8 +57,7 @@ class MemoryModel:
     @classmethod
     def fit(cls, loads: Sequence[Load], peaks: Sequence[int]) -> MemoryModel:
         """Fit the model to the peaks (bytes) of trials by non-negative least squares."""
-        if not loads:
-            raise ValueError("`loads` must hold at least one trial, but is empty.")
+        check(loads, "loads", "hold at least one trial", "empty")
         matrix = np.array([(1, *astuple(load)) for load in loads], dtype=np.float64)
         scale = np.maximum(matrix.max(axis=0), 1.0)
         values = np.array(peaks, dtype=np.float64)
@@ -102,8 +102,7 @@ class SpeedModel:
     @classmethod
     def fit(cls, frames: Sequence[int], seconds: Sequence[float]) -> SpeedModel:
         """Fit the model to the seconds of micro-batches by least squares of relative errors."""
-        if not frames:
-            raise ValueError("`frames` must hold at least one trial, but is empty.")
+        check(frames, "frames", "hold at least one trial", "empty")
         x, y = np.array(frames, dtype=np.float64), np.array(seconds)
         alone = float((x / y).sum() / np.square(x / y).sum())
         if len(set(frames)) < 2:
@@ -136,8 +135,7 @@ def frames_per_full_wave(width: int, multiprocessors: int) -> int:
     forward layers.
     """
     for name, value in (("width", width), ("multiprocessors", multiprocessors)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value}.")
+        check(value >= 1, name, "be at least 1", value)
     columns = math.ceil(width / _TILE_COLUMNS)
     return _TILE_ROWS * (multiprocessors // math.gcd(multiprocessors, columns))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from effasr.checks import check
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationConfig:
@@ -29,10 +31,8 @@ class CalibrationConfig:
     margin: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.target_share <= 1:
-            raise ValueError(
-                f"`target_share` must be above 0 and at most 1, but is {self.target_share}."
-            )
+        rule = "be above 0 and at most 1"
+        check(0 < self.target_share <= 1, "target_share", rule, self.target_share)
         if self.target_bytes is not None and self.target_bytes < 1:
             raise ValueError(
                 f"`target_bytes` must be at least 1 or null, but is {self.target_bytes}."

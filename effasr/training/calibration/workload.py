@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate, with_experts
 from effasr.data.conversation.batch import ConversationBatch
@@ -79,11 +80,9 @@ class Conversations:
     ) -> Conversations:
         """Return those of a corpus that dropped nothing for its budgets."""
         lengths, sources = corpus.lengths, corpus.sources
-        if not corpus.longest_clip:
-            raise ValueError(
-                "`data.frame_budget` must be a number for conversations without speech, whose "
-                "batches have no frames, but is 'auto': leave it out, and give data.token_budget."
-            )
+        rule = "be a number for conversations without speech, whose batches have no frames"
+        remedy = "leave it out, and give data.token_budget"
+        check(corpus.longest_clip, "data.frame_budget", rule, "'auto'", remedy)
         mixture = None if mix is None else epoch_mixture(mix, lengths, sources)
         drawn, sums = epoch_lengths(lengths, sources, mixture)
         return cls(

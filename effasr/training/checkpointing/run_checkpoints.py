@@ -40,6 +40,7 @@ from effasr.checkpoint import (
     write_model,
     writing,
 )
+from effasr.checks import check
 from effasr.data.checksums import checksum, verify
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -189,8 +190,7 @@ class RunCheckpoints:
     """The checkpoints of one run: the ``keep`` newest and the best."""
 
     def __init__(self, folder: Path, keep: int, *, background: bool = False) -> None:
-        if keep < 1:
-            raise ValueError(f"`keep` must be at least 1, but is {keep}.")
+        check(keep >= 1, "keep", "be at least 1", keep)
         self.folder = folder
         self.keep = keep
         self._background = Background()

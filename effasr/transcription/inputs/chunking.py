@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.audio.loudness import HOP_SECONDS, hop_samples, is_speech, loudness
-from effasr.nn.checks import check
 from effasr.transcription.inputs.vad import Detector
 
 # Energy is summed over 0.2 s: a pause between words, not the closure of a stop consonant.

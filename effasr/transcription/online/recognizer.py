@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.checks import check_config
@@ -24,7 +25,6 @@ from effasr.decoding.transducer_beam import TransducerBeamStreams
 from effasr.decoding.transducer_greedy import TransducerStreams
 from effasr.model.asr import ASRModel
 from effasr.model.streaming_encoder import StreamingEncoder
-from effasr.nn.checks import check
 from effasr.nn.parameters import evaluating
 from effasr.transcription.inputs.arrival import Interruption, arriving
 from effasr.transcription.online.segments import HeldSamples, SegmentOptions, StreamSegments

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from effasr.checks import check
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import check_features, check_streamable
-from effasr.nn.checks import check
 from effasr_kernels import Context
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from effasr.checks import check
 from effasr.data.scripts import UNSPACED_CHARACTER, split_words
-from effasr.nn.checks import check
 from effasr.transcription.results import Segment, Transcription
 from effasr.transcription.word_timestamps import Word, divided, in_order
 from effasr.untrusted.display import BIDI_MARKS

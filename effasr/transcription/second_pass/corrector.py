@@ -10,9 +10,9 @@ from itertools import islice
 import torch
 
 from effasr.checkpoint import load_best
+from effasr.checks import check
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import CORRECTOR_MARGIN, DecodingConfig
-from effasr.nn.checks import check
 from effasr.transcription.results import (
     Alternative,
     Correction,

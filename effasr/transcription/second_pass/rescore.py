@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
+from effasr.checks import check
 from effasr.decoding.config import LM_WEIGHT, DecodingConfig
 from effasr.decoding.lm.words import load_word_ngrams
-from effasr.nn.checks import check
 from effasr.transcription.results import Result, Segment, Transcription
 
 _RECORDINGS = 32  # recordings whose segments are scored together

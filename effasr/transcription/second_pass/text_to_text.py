@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.collate import TextExample, collate_text
 from effasr.data.prompt import Prompt
@@ -17,7 +18,6 @@ from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, with_scores
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
-from effasr.nn.checks import check
 from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr_kernels import PackedSequence

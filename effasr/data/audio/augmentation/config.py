@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from effasr.checks import check
+
 Paths = str | tuple[str, ...]
 
 
@@ -25,11 +27,8 @@ class NoiseConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "manifests", _paths(self.manifests))
-        if not self.manifests:
-            raise ValueError(
-                "`manifests` must name at least one folder or manifest of noise, but is empty: "
-                "leave `noise` null to train without."
-            )
+        rule = "name at least one folder or manifest of noise"
+        check(self.manifests, "manifests", rule, "empty", "leave `noise` null to train without")
         _check_probability("noise", self.probability)
         low, high = self.snr
         if not -50 <= low <= high <= 100:
@@ -112,8 +111,6 @@ def _paths(value: Paths) -> tuple[str, ...]:
 
 
 def _check_probability(section: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(
-            f"`probability` must be greater than 0 and at most 1, but is {value:g}: leave "
-            f"`{section}` null to train without."
-        )
+    rule = "be greater than 0 and at most 1"
+    remedy = f"leave `{section}` null to train without"
+    check(0 < value <= 1, "probability", rule, f"{value:g}", remedy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from effasr.checks import check
 from effasr.distributed.async_sgd.gossip.tls import TLSConfig
 
 
@@ -41,7 +42,5 @@ class GossipConfig:
             raise ValueError(
                 f"`learner_size` must be at least 1 or null, but is {self.learner_size}."
             )
-        if self.period < 1:
-            raise ValueError(f"`period` must be at least 1, but is {self.period}.")
-        if self.timeout_s <= 0:
-            raise ValueError(f"`timeout_s` must be positive, but is {self.timeout_s}.")
+        check(self.period >= 1, "period", "be at least 1", self.period)
+        check(self.timeout_s > 0, "timeout_s", "be positive", self.timeout_s)

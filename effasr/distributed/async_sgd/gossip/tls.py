@@ -6,6 +6,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from effasr.checks import check
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TLSConfig:
@@ -26,8 +28,7 @@ class TLSConfig:
 
     def __post_init__(self) -> None:
         for name in ("ca", "certificate", "key"):
-            if not getattr(self, name):
-                raise ValueError(f"`{name}` must be the path of a PEM file, but is empty.")
+            check(getattr(self, name), name, "be the path of a PEM file", "empty")
 
 
 def server_context(config: TLSConfig) -> ssl.SSLContext:

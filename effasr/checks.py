@@ -25,7 +25,7 @@ _MOST_OF_OTHERS = 1 << 20
 """Largest value of a field without a limit in `LIMITS`."""
 
 
-def check(condition: bool, name: str, rule: str, value: Any, remedy: str = "") -> None:
+def check(condition: object, name: str, rule: str, value: Any, remedy: str = "") -> None:
     if not condition:
         raise ValueError(f"`{name}` must {rule}, but is {value}{f': {remedy}' if remedy else ''}.")
 
