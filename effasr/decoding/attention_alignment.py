@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from effasr.decoding.confidence.tokens import likeliest_frames
-from effasr.decoding.ctc_alignment import Span
+from effasr.decoding.ctc_alignment import Span, pack_like
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels import PackedSequence
 
 _SMOOTHING_SECONDS = 0.14  # of the median over time, as Whisper's, of 7 frames of 20 ms
 
@@ -53,7 +53,7 @@ def alignment_weights(
 
     It is float64 (heads, U + 1, T), for each text.
     """
-    decoder, device = model.decoder, encoded.values.device
+    decoder = model.decoder
     assert decoder is not None
     layers, heads = decoder.decoder_layers(), _heads(decoder.config)
     queries: dict[int, Tensor] = {}
@@ -62,22 +62,19 @@ def alignment_weights(
     def capture(layer: int, _: Any, inputs: tuple[Tensor, ...]) -> None:
         queries[layer], speech[layer] = inputs[0], inputs[2]
 
-    tokens = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    layout = PackedLayout.from_lengths(
-        list(map(len, tokens)), device, num_sequences=encoded.layout.num_sequences
-    )
-    flat = torch.tensor([token for row in tokens for token in row], device=device)
+    pairs = list(zip(prompts, texts, strict=True))
+    tokens = pack_like([[*prompt, *text] for prompt, text in pairs], encoded)
     hooks = [
         layers[layer].encoder_attn.register_forward_pre_hook(partial(capture, layer))
         for layer in {layer for layer, _ in heads}
     ]
     try:
-        model.decode(PackedSequence(flat, layout), encoded)
+        model.decode(tokens, encoded)
     finally:
         for hook in hooks:
             hook.remove()
-    begins, frames = layout.cu_seqlens_host, encoded.layout.cu_seqlens_host
-    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+    begins, frames = tokens.layout.cu_seqlens_host, encoded.layout.cu_seqlens_host
+    for number, (prompt, text) in enumerate(pairs):
         first = begins[number] + len(prompt) - 1
         rows = slice(first, first + len(text) + 1)
         own = slice(frames[number], frames[number + 1])

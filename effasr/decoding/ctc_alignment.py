@@ -8,9 +8,17 @@ import numpy as np
 import torch
 
 from effasr.model.asr import ASRModel
-from effasr_kernels import PackedSequence
+from effasr_kernels import PackedLayout, PackedSequence
 
 Span = tuple[int, int]  # first encoder frame, and the frame after the last
+
+
+def pack_like(sequences: Sequence[Sequence[int]], like: PackedSequence) -> PackedSequence:
+    """Pack token ids into as many sequences as those of ``like``, on its device."""
+    device, count = like.values.device, like.layout.num_sequences
+    layout = PackedLayout.from_lengths(list(map(len, sequences)), device, num_sequences=count)
+    flat = [token for sequence in sequences for token in sequence]
+    return PackedSequence(torch.tensor(flat, dtype=torch.int64, device=device), layout)
 
 
 def align_tokens(

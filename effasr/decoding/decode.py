@@ -13,10 +13,10 @@ from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.checks import check_config, limit_of
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import attention_greedy
-from effasr.decoding.ctc_alignment import Span
+from effasr.decoding.ctc_alignment import Span, pack_like
 from effasr.decoding.ctc_beam import ctc_beam
 from effasr.decoding.ctc_greedy import ctc_greedy
-from effasr.decoding.decoded import Decoded, with_details, with_parts
+from effasr.decoding.decoded import Decoded, EncodedBatch, with_details, with_parts
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.decoding.lm.ngram import TokenLM
@@ -25,7 +25,7 @@ from effasr.decoding.timestamps import timestamp_rules, with_parts_of_time, with
 from effasr.decoding.transducer_beam import transducer_beam
 from effasr.decoding.transducer_greedy import emitted_labels
 from effasr.model.asr import ASRModel
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels import PackedSequence
 
 
 @torch.no_grad()
@@ -70,22 +70,21 @@ def decode(
             prompts = [without_context(prompt, stamps) for prompt in prompts]
     else:
         decoded = _aligned(model, method, encoded, config, lm, boost)[:count]
-    decoded = with_details(model, method, encoded, prompts, decoded, config, eos_id)
-    if not config.score_parts:
-        return decoded
-    return with_parts(model, method, encoded, prompts, decoded, config, lm, eos_id)
+    scored = EncodedBatch(model, method, encoded, prompts, eos_id)
+    decoded = with_details(scored, decoded, config)
+    return (
+        with_parts(scored, decoded, config.effective_lm_weight, lm)
+        if config.score_parts
+        else decoded
+    )
 
 
 @torch.no_grad()
 def next_token_scores(model: ASRModel, batch: Batch, start: int, tokens: Sequence[int]) -> Tensor:
     """Return the log-probabilities of tokens after one, float32 (utterances, tokens)."""
     encoded = model.encode(batch)
-    device, count = encoded.values.device, len(batch.ids)
-    layout = PackedLayout.from_lengths(
-        [1] * count, device, num_sequences=encoded.layout.num_sequences
-    )
-    read = torch.full((count,), start, dtype=torch.int64, device=device)
-    hidden, _ = model.decode(PackedSequence(read, layout), encoded)
+    count = len(batch.ids)
+    hidden, _ = model.decode(pack_like([[start]] * count, encoded), encoded)
     return model.logits(hidden)[:count].float().log_softmax(-1)[:, list(tokens)]
 
 

@@ -13,11 +13,11 @@ from effasr.data.features.segments import segment_sum
 from effasr.decoding.attention_alignment import align_by_attention
 from effasr.decoding.confidence.tokens import token_confidences
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.ctc_alignment import Span, align_tokens
+from effasr.decoding.ctc_alignment import Span, align_tokens, pack_like
 from effasr.decoding.hypothesis import Hypothesis, ScoreParts
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
-from effasr_kernels import PackedLayout, PackedSequence, ctc_loss, linear_cross_entropy
+from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,17 @@ class TimedPart:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """Encoder output, and what scores its transcripts."""
+
+    model: ASRModel
+    method: str
+    encoded: PackedSequence
+    prompts: Sequence[Sequence[int]]
+    eos_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
     tokens: tuple[int, ...]  # without prompt and end token
     truncated: bool = False  # whether the decoder reached its limit before the end token
@@ -59,36 +70,30 @@ class Decoded:
 
 @torch.no_grad()
 def with_details(
-    model: ASRModel,
-    method: str,
-    encoded: PackedSequence,
-    prompts: Sequence[Sequence[int]],
-    decoded: Sequence[Decoded],
-    config: DecodingConfig,
-    eos_id: int,
+    batch: EncodedBatch, decoded: Sequence[Decoded], config: DecodingConfig
 ) -> list[Decoded]:
     """Add the scores, alternatives, confidences and spans that a configuration requests."""
-    results = list(decoded)
+    results, model, encoded = list(decoded), batch.model, batch.encoded
     listed = config.nbest is not None and not all(result.alternatives for result in results)
     if config.confidence or listed:
-        results = with_scores(model, method, encoded, prompts, results, eos_id)
+        results = with_scores(batch, results)
     if listed:
         results = [_listed(result) for result in results]
     if listed and not config.confidence:
         results = [replace(result, score=None) for result in results]
     texts = [result.tokens for result in results]
     if config.word_confidence:
-        confidences = token_confidences(model, method, encoded, prompts, texts)
+        confidences = token_confidences(model, batch.method, encoded, batch.prompts, texts)
         pairs = zip(results, confidences, strict=True)
         results = [replace(result, confidences=values) for result, values in pairs]
     if not config.wants_words:
         return results
     if model.config.ctc:
         aligned = align_tokens(model, encoded, texts)
-    elif method == "transducer":
+    elif batch.method == "transducer":
         return results
     else:
-        aligned = align_by_attention(model, encoded, prompts, texts)
+        aligned = align_by_attention(model, encoded, batch.prompts, texts)
     # Without a CTC path, those of a transducer's search stay.
     return [
         result if spans is None else replace(result, spans=tuple(spans))
@@ -106,88 +111,51 @@ def _listed(result: Decoded) -> Decoded:
 
 
 @torch.no_grad()
-def with_scores(
-    model: ASRModel,
-    method: str,
-    encoded: PackedSequence,
-    prompts: Sequence[Sequence[int]],
-    decoded: Sequence[Decoded],
-    eos_id: int,
-) -> list[Decoded]:
+def with_scores(batch: EncodedBatch, decoded: Sequence[Decoded]) -> list[Decoded]:
     """Add the score of each transcript, whatever search has made it.
 
     With ``attention`` it is the decoder's, of the tokens and the end; with ``ctc`` and
     ``transducer``, the sum over all alignments. A language model has no part in it.
     """
-    texts = [list(result.tokens) for result in decoded]
-    if method == "attention":
-        losses, ends = _attention_loss(model, encoded, prompts, texts, eos_id), 1
+    texts, model, encoded = [result.tokens for result in decoded], batch.model, batch.encoded
+    if batch.method == "attention":
+        losses, ends = _attention_loss(batch, texts), 1
+    elif batch.method == "transducer":
+        assert model.transducer is not None
+        losses, ends = model.transducer(encoded, pack_like(texts, encoded)), 1
     else:
-        text = _packed(texts, encoded)
-        losses, ends = _alignment_loss(model, method, encoded, text), int(method != "ctc")
+        assert model.ctc_head is not None
+        text, ends = pack_like(texts, encoded), 0
+        losses = ctc_loss(
+            encoded.values,
+            model.ctc_head.weight,
+            text.values,
+            encoded.layout,
+            text.layout,
+            bias=model.ctc_head.bias,
+            blank_id=model.vocab_size,
+        )
     return [
         replace(result, score=Score(-loss, max(1, len(result.tokens) + ends)))
         for result, loss in zip(decoded, losses.tolist(), strict=False)
     ]
 
 
-def _attention_loss(
-    model: ASRModel,
-    encoded: PackedSequence,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[list[int]],
-    eos_id: int,
-) -> Tensor:
-    pairs = list(zip(prompts, texts, strict=True))
-    tokens = _packed([[*prompt, *text] for prompt, text in pairs], encoded)
-    targets = [[IGNORED] * (len(prompt) - 1) + text + [eos_id] for prompt, text in pairs]
-    hidden, _ = model.decode(tokens, encoded)
-    assert model.decoder is not None
-    loss = linear_cross_entropy(
-        hidden,
-        model.decoder.output_weight,
-        _packed(targets, encoded).values,
-        bias=model.decoder.output_bias,
-    )
+def _attention_loss(batch: EncodedBatch, texts: Sequence[Sequence[int]]) -> Tensor:
+    encoded, decoder = batch.encoded, batch.model.decoder
+    assert decoder is not None
+    pairs = list(zip(batch.prompts, texts, strict=True))
+    tokens = pack_like([[*prompt, *text] for prompt, text in pairs], encoded)
+    targets = [[*[IGNORED] * (len(prompt) - 1), *text, batch.eos_id] for prompt, text in pairs]
+    hidden, _ = batch.model.decode(tokens, encoded)
+    values = pack_like(targets, encoded).values
+    loss = linear_cross_entropy(hidden, decoder.output_weight, values, bias=decoder.output_bias)
     return segment_sum(loss, tokens.layout)
-
-
-def _alignment_loss(
-    model: ASRModel, method: str, encoded: PackedSequence, text: PackedSequence
-) -> Tensor:
-    if method == "transducer":
-        assert model.transducer is not None
-        return model.transducer(encoded, text)
-    assert model.ctc_head is not None
-    return ctc_loss(
-        encoded.values,
-        model.ctc_head.weight,
-        text.values,
-        encoded.layout,
-        text.layout,
-        bias=model.ctc_head.bias,
-        blank_id=model.vocab_size,
-    )
-
-
-def _packed(sequences: Sequence[Sequence[int]], like: PackedSequence) -> PackedSequence:
-    """Pack token ids into as many sequences as those of ``like``, on its device."""
-    device, count = like.values.device, like.layout.num_sequences
-    layout = PackedLayout.from_lengths(list(map(len, sequences)), device, num_sequences=count)
-    flat = [token for sequence in sequences for token in sequence]
-    return PackedSequence(torch.tensor(flat, dtype=torch.int64, device=device), layout)
 
 
 @torch.no_grad()
 def with_parts(
-    model: ASRModel,
-    method: str,
-    encoded: PackedSequence,
-    prompts: Sequence[Sequence[int]],
-    decoded: Sequence[Decoded],
-    config: DecodingConfig,
-    lm: TokenLM | None,
-    eos_id: int,
+    batch: EncodedBatch, decoded: Sequence[Decoded], lm_weight: float, lm: TokenLM | None
 ) -> list[Decoded]:
     """Add the parts of the scores of all alternatives, by a forward for each column of lists."""
     lists: list[list[Hypothesis]] = [[] for _ in decoded]
@@ -196,7 +164,7 @@ def with_parts(
         column = [
             result.alternatives[min(index, len(result.alternatives) - 1)] for result in decoded
         ]
-        parts = _score_parts(model, method, encoded, prompts, column, config, lm, eos_id)
+        parts = _score_parts(batch, column, lm_weight, lm)
         for divided, result, hypothesis, part in zip(lists, decoded, column, parts, strict=True):
             if index < len(result.alternatives):
                 divided.append(replace(hypothesis, parts=part))
@@ -205,14 +173,7 @@ def with_parts(
 
 
 def _score_parts(
-    model: ASRModel,
-    method: str,
-    encoded: PackedSequence,
-    prompts: Sequence[Sequence[int]],
-    hypotheses: Sequence[Hypothesis],
-    config: DecodingConfig,
-    lm: TokenLM | None,
-    eos_id: int,
+    batch: EncodedBatch, hypotheses: Sequence[Hypothesis], lm_weight: float, lm: TokenLM | None
 ) -> list[ScoreParts]:
     """Divide the score of one hypothesis of each utterance."""
     texts = [hypothesis.tokens for hypothesis in hypotheses]
@@ -220,17 +181,16 @@ def _score_parts(
 
     def log_probs(head: str) -> list[float]:
         plain = [Decoded(text) for text in texts]
-        scored = with_scores(model, head, encoded, prompts, plain, eos_id)
+        scored = with_scores(replace(batch, method=head), plain)
         return [result.score.log_prob for result in scored if result.score is not None]
 
     of_ctc = None
-    if method == "attention":
+    if batch.method == "attention":
         of_model = log_probs("attention")
-        of_ctc = log_probs("ctc") if model.config.ctc else None
+        of_ctc = log_probs("ctc") if batch.model.config.ctc else None
     else:
         # The search has summed over the alignments in its beam: what it ranks by is that sum.
-        weight = config.effective_lm_weight
-        added = [0.0] * len(texts) if of_lm is None else [weight * x for x in of_lm]
+        added = [0.0] * len(texts) if of_lm is None else [lm_weight * x for x in of_lm]
         of_model = [item.score - lm_score for item, lm_score in zip(hypotheses, added, strict=True)]
     return [
         ScoreParts(

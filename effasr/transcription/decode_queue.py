@@ -14,7 +14,7 @@ from effasr.decoding.checks import limit_of
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.decoding.decode import decode
-from effasr.decoding.decoded import Decoded, with_details
+from effasr.decoding.decoded import Decoded, EncodedBatch, with_details
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.model.asr import ASRModel
@@ -163,10 +163,8 @@ class ContinuousBatches:
 
     def _with_details(self, fed: _FedBatch) -> list[Decoded]:
         results = [result for result in fed.results if result is not None]
-        eos_id = self._tokenizer.eos_id
-        return with_details(
-            self._model, "attention", fed.encoded, fed.prompts, results, self._config, eos_id
-        )
+        parts = fed.encoded, fed.prompts, self._tokenizer.eos_id
+        return with_details(EncodedBatch(self._model, "attention", *parts), results, self._config)
 
     def _build(self, utterances: int) -> Engine:
         """Make an engine for this many utterances at a time, or fewer if memory runs out."""

@@ -9,7 +9,7 @@ import torch
 
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.ctc_beam import ctc_beam
-from effasr.decoding.decoded import with_scores
+from effasr.decoding.decoded import EncodedBatch, with_scores
 from effasr.decoding.hypothesis import Hypothesis, NBest
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenNgrams
@@ -235,7 +235,7 @@ def test_greedy_search_has_the_score_of_the_model(
     with torch.no_grad():
         encoded: PackedSequence = used.encode(batch_of(examples, tokenizer))
         prompts = [example.prompt for example in examples]
-        scored = with_scores(used, method, encoded, prompts, result, tokenizer.eos_id)
+        scored = with_scores(EncodedBatch(used, method, encoded, prompts, tokenizer.eos_id), result)
     for item, other in zip(result, scored, strict=True):
         (alternative,) = item.alternatives
         assert other.score is not None

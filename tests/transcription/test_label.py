@@ -15,7 +15,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
-from effasr.decoding.decoded import Decoded, Score, with_details, with_scores
+from effasr.decoding.decoded import Decoded, EncodedBatch, Score, with_details, with_scores
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.transcription.inputs.sources import Source
 from effasr.transcription.label import LabelFolder
@@ -49,7 +49,7 @@ def test_ctc_scores_sum_over_all_alignments(model, tokenizer, noise) -> None:
     batch = encode(model, tokenizer, [noise(0.32, seed=1), noise(0.4, seed=2)])
     encoded = model.encode(batch)
     texts = [(5,), (6, 6)]
-    result = with_scores(model, "ctc", encoded, [], [Decoded(t) for t in texts], 1)
+    result = with_scores(EncodedBatch(model, "ctc", encoded, [], 1), [Decoded(t) for t in texts])
     for item, rows, text in zip(result, encoded.unpack(), texts, strict=True):
         logs = model.ctc_logits(rows).log_softmax(-1).double()
         total, blank = 0.0, model.vocab_size

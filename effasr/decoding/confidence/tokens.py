@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from effasr.decoding.ctc_alignment import align_tokens
+from effasr.decoding.ctc_alignment import align_tokens, pack_like
 from effasr.model.asr import ASRModel
 from effasr.model.transducer import Transducer
 from effasr_kernels import PackedLayout, PackedSequence
@@ -75,15 +75,11 @@ def _of_decoder(
     texts: Sequence[Sequence[int]],
 ) -> list[tuple[float, ...]]:
     sequences = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    device = encoded.values.device
-    layout = PackedLayout.from_lengths(
-        list(map(len, sequences)), device, num_sequences=encoded.layout.num_sequences
-    )
-    flat = torch.tensor([t for row in sequences for t in row], dtype=torch.int64, device=device)
-    hidden, _ = model.decode(PackedSequence(flat, layout), encoded)
+    tokens = pack_like(sequences, encoded)
+    hidden, _ = model.decode(tokens, encoded)
     blocks = hidden.split(_ROWS)
     values = [_confidences(model.logits(rows)[:, : model.vocab_size]) for rows in blocks]
-    flat_values, begins = torch.cat(values).tolist(), layout.cu_seqlens_host
+    flat_values, begins = torch.cat(values).tolist(), tokens.layout.cu_seqlens_host
     return [
         tuple(flat_values[begin + len(prompt) - 1 : begin + len(prompt) - 1 + len(text)])
         for begin, prompt, text in zip(begins, prompts, texts, strict=False)

@@ -15,7 +15,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.checks import check_config
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decode import decode
-from effasr.decoding.decoded import Decoded, with_scores
+from effasr.decoding.decoded import Decoded, EncodedBatch, with_scores
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.nn.parameters import evaluating
@@ -159,8 +159,8 @@ class TextToText:
         plain = [
             Decoded(tuple(text) if ok else ()) for text, ok in zip(texts, can_write, strict=True)
         ]
-        eos_id = self.tokenizer.eos_id
-        scored = with_scores(self.model, "attention", encoded, prompts, plain, eos_id)
+        batch = EncodedBatch(self.model, "attention", encoded, prompts, self.tokenizer.eos_id)
+        scored = with_scores(batch, plain)
         return [
             item.score.log_prob if ok and item.score is not None else None
             for item, ok in zip(scored, can_write, strict=True)
