@@ -96,9 +96,7 @@ def epoch_lengths(
     draw = populations(mixture, lengths, sources, seed=0)
     if mixture is None or mixture.quotas is None or draw is None:
         return lengths, None
-    members = draw(0)
-    drawn = UtteranceLengths(lengths.frames[members], lengths.tokens[members])
-    return drawn, mean_epoch(lengths, sources, mixture.quotas)
+    return lengths.take(draw(0)), mean_epoch(lengths, sources, mixture.quotas)
 
 
 def token_budget(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -15,44 +15,30 @@ from effasr.data.batch import StaticShape
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.conversation.budgets import populations
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
-from effasr.data.features.frame_geometry import SAMPLE_RATE
-from effasr.data.filters.rules import Dropped
 from effasr.data.index.base_corpus import BaseCorpus
 from effasr.data.index.columns import AudioColumns, Ragged, decode
-from effasr.data.mixture_summary import Mixture
-from effasr.data.prompt import Prompt
-from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population
 
 if TYPE_CHECKING:
-    from effasr.data.index.text_corpus import TextCorpus
+    pass
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ConversationCorpus(BaseCorpus):
-    """Conversations that can be trained on; see `corpus_builder.load_conversation_corpus`."""
+    """Conversations that can be trained on; see `corpus_builder.load_conversation_corpus`.
 
-    lengths: UtteranceLengths  # frames of all clips, and rows of the language model
-    shape: StaticShape  # its tokens are rows of the language model
-    dropped: tuple[Dropped, ...]
-    seconds: float  # of speech
-    samples: np.ndarray  # int64 (n,), of speech at `SAMPLE_RATE`
-    sources: np.ndarray
-    mixture: Mixture | None
-    fingerprint: str
+    Lengths and shape are of the frames of all clips, and of rows of the language model.
+    """
+
     stack: int  # encoder frames of a row of speech
     max_clips: int  # of a batch
     shortest_clip: int  # encoder frames; 0 without speech
     longest_clip: int  # encoder frames; 0 without speech
-    eos_id: int
-    pad_id: int
     ids: Ragged
     coded: Ragged  # see `effasr.data.conversation.rows`
     audio_columns: AudioColumns  # of all clips
     clip_ends: np.ndarray  # int64 (n + 1,); conversation i has clips from clip_ends[i] on
     divided: int = 0  # conversations that have an example for each answer; see `training_rows`
-    prompt: Prompt = field(default_factory=Prompt)  # unused
-    text: TextCorpus | None = None  # none: texts are conversations, too
 
     @property
     def amounts(self) -> np.ndarray:
@@ -87,10 +73,6 @@ class ConversationCorpus(BaseCorpus):
 
     def name(self, index: int) -> str:
         return decode(self.ids[index])
-
-    def duration(self, index: int) -> float:
-        """Return seconds of speech."""
-        return int(self.samples[index]) / SAMPLE_RATE
 
     def rows(self, index: int) -> np.ndarray:
         """Return the coded rows of a conversation; see `effasr.data.conversation.rows`."""

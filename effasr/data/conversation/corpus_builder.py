@@ -209,7 +209,7 @@ class _Builder:
         clip_ends, samples = to_numpy(self.clip_ends), to_numpy(self.samples)
         sources, clip_counts = to_numpy(self.sources), np.diff(clip_ends)
         if len(selected) < len(lengths):
-            lengths = UtteranceLengths(lengths.frames[selected], lengths.tokens[selected])
+            lengths = lengths.take(selected)
             ids, coded = ids.take(selected), coded.take(selected)
             samples, sources = samples[selected], sources[selected]
             clips = clips.take(np.flatnonzero(np.repeat(is_kept, clip_counts)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from effasr.data.batch import StaticShape
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.config import TooManyDropped
 from effasr.data.filters.rules import Dropped
 from effasr.data.mixture_summary import Mixture, MixtureSummary
@@ -18,6 +20,7 @@ from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import Population
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BaseCorpus:
     """Base of the corpora that the loader and the trainer read.
 
@@ -25,19 +28,26 @@ class BaseCorpus:
     reference counts change.
     """
 
-    __slots__ = ()
-
     lengths: UtteranceLengths  # of each member, which the planner packs
     shape: StaticShape  # of every batch
     dropped: tuple[Dropped, ...]  # members of the manifests that were left out
+    samples: np.ndarray  # int (n,), durations of speech at `SAMPLE_RATE`
     sources: np.ndarray  # uint16 (n,)
-    mixture: Mixture | None  # None without shares
+    mixture: Mixture | None = None  # None without shares
     fingerprint: str  # of lengths, texts, sources and order, which a resumed run compares
-    prompt: Prompt  # the most frequent one, which model cards and defaults use
-    text: Any  # a `TextCorpus` for text-only micro-batches beside these, or None
+    seconds: float = 0.0  # of all speech
+    # The most frequent one, which model cards and defaults use; unused of conversations
+    prompt: Prompt = field(default_factory=Prompt)
+    eos_id: int
+    pad_id: int
+    text: Any = None  # a `TextCorpus` for text-only micro-batches beside these, or None
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def duration(self, index: int) -> float:
+        """Return seconds of speech, at the speed of an utterance."""
+        return int(self.samples[index]) / SAMPLE_RATE
 
     @property
     def amounts(self) -> np.ndarray:

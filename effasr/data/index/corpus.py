@@ -19,40 +19,25 @@ from effasr.data.collate import Example, collate, with_experts
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr.data.filters.config import check_share
-from effasr.data.filters.rules import Dropped
 from effasr.data.index.base_corpus import BaseCorpus, digest, nothing_left
 from effasr.data.index.columns import AudioColumns, Ragged
 from effasr.data.index.index_reader import Reader, build_table
 from effasr.data.index.selection import Selection, Selector
 from effasr.data.index.utterance_table import UtteranceTable
-from effasr.data.mixture_summary import Mixture
 from effasr.data.prompt import Prompt
-from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from effasr.data.index.text_corpus import TextCorpus
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Corpus(BaseCorpus):
     """Utterances that can be trained on; made by `Corpus.load`.
 
     ``lengths.tokens`` of an utterance without text are those that are reserved for a label.
     """
 
-    lengths: UtteranceLengths
-    shape: StaticShape
-    dropped: tuple[Dropped, ...]
-    seconds: float  # of all utterances
-    samples: np.ndarray  # int32 (n,), durations at `SAMPLE_RATE`, with silence at the ends
-    sources: np.ndarray
-    mixture: Mixture | None
-    fingerprint: str
-    prompt: Prompt
-    eos_id: int
-    pad_id: int
-    text: TextCorpus | None
     _audio: AudioColumns
     _tokens: Ragged
     _speakers: np.ndarray
@@ -140,7 +125,6 @@ class Corpus(BaseCorpus):
             prompt=table.prompts[prompt_id],
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
-            text=None,
             _audio=table.audio,
             _tokens=table.tokens,
             _speakers=table.speakers,
@@ -241,10 +225,6 @@ class Corpus(BaseCorpus):
         for index in chosen.tolist():
             tokens = self._tokens[self._rows[index]][self._prompt_lengths[index] :]
             yield int(self.lengths.frames[index]), tokens
-
-    def duration(self, index: int) -> float:
-        """Return seconds at the utterance's speed, with silence at the ends."""
-        return int(self.samples[index]) / SAMPLE_RATE
 
     def silence(self, index: int) -> int:
         return 0 if self._silence is None else int(self._silence[index])

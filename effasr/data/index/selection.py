@@ -129,7 +129,7 @@ class Selector:
             remedy = ", which was derived from `frame_budget`: set `token_budget` to keep it"
             self._drop_long_texts(token_budget, remedy)
         rows = slice(None) if self.is_kept.all() else self.kept
-        lengths = UtteranceLengths(self.lengths.frames[rows], self.lengths.tokens[rows])
+        lengths = self.lengths.take(rows)
         node_budget = None
         if transducer:
             node_budget = suggest_node_budget(self._epoch_lengths(), frame_budget, lengths)
@@ -210,7 +210,7 @@ class Selector:
             mixture = Mixture.of(self.config.mix, sources, samples)
             draw = mixture.populations(sources, samples, seed=0)
             rows = rows if draw is None else rows[draw(0)]
-        return UtteranceLengths(self.lengths.frames[rows], self.lengths.tokens[rows])
+        return self.lengths.take(rows)
 
 
 def _longest(limits: Limits) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -46,24 +46,16 @@ _FILL = 0.98
 _NO_AUDIO = AudioSegment("", 0.0, 0.0, (0,))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TextCorpus(BaseCorpus):
     """Text pairs that can be trained on, beside speech (`load`) or as all data (`load_alone`).
 
     ``lengths.frames`` are the text encoder's tokens with its end token, ``lengths.tokens`` the
     decoder's: prompt and translation. The frames of the shape are the text encoder's rows.
+    ``mixture`` is None beside speech, or where an epoch has every pair once.
     """
 
-    lengths: UtteranceLengths
-    shape: StaticShape
-    dropped: tuple[Dropped, ...]
-    sources: np.ndarray
     shares: Mixture  # of the text encoder's tokens; one source without `DataConfig.mix`
-    mixture: Mixture | None  # None beside speech, or where an epoch has every pair once
-    fingerprint: str
-    prompt: Prompt
-    eos_id: int
-    pad_id: int
     _ids: Ragged
     _read: Ragged
     _written: Ragged
@@ -71,7 +63,6 @@ class TextCorpus(BaseCorpus):
     _requests: tuple[tuple[Prompt, str | None], ...]
     _request_ids: np.ndarray
     _experts: np.ndarray | None = None
-    text: TextCorpus | None = field(default=None, init=False)
 
     @classmethod
     def load(
@@ -155,14 +146,6 @@ class TextCorpus(BaseCorpus):
         return self.lengths.frames
 
     @property
-    def seconds(self) -> float:
-        return 0.0
-
-    @property
-    def samples(self) -> np.ndarray:
-        return np.zeros(len(self), dtype=np.int64)
-
-    @property
     def text_lengths(self) -> np.ndarray:
         """Tokens of each text to write, with its prompt, int32 (n,)."""
         return self.lengths.tokens
@@ -172,9 +155,6 @@ class TextCorpus(BaseCorpus):
 
     def name(self, index: int) -> str:
         return decode(self._ids[index])
-
-    def duration(self, index: int) -> float:
-        return 0.0
 
     def example(self, index: int) -> TextExample:
         written, split = self._written[index].tolist(), int(self._prompt_lengths[index])
@@ -282,9 +262,9 @@ class _TextIndexBuilder:
             lengths=lengths,
             shape=self._shape(lengths, sources, shares, max_sequences),
             dropped=tuple(self.dropped),
+            samples=np.zeros(len(sources), dtype=np.int64),
             sources=sources,
             shares=shares,
-            mixture=None,
             fingerprint=digest(hashed),
             prompt=prompts.most_common(1)[0][0],
             eos_id=self.tokenizer.eos_id,
@@ -315,8 +295,7 @@ class _TextIndexBuilder:
             swapped = UtteranceLengths(written[drawn], read[drawn])
             rows = max(suggest_token_budget(swapped, tokens), read.max())
         if tokens is None:
-            usual = UtteranceLengths(read[drawn], written[drawn])
-            tokens = max(suggest_token_budget(usual, rows), written.max())
+            tokens = max(suggest_token_budget(lengths.take(drawn), rows), written.max())
         rows, tokens = int(rows), int(tokens)
         shape = StaticShape(
             rows,

@@ -37,6 +37,9 @@ class UtteranceLengths:
     def __len__(self) -> int:
         return len(self.frames)
 
+    def take(self, rows: np.ndarray | slice) -> UtteranceLengths:
+        return UtteranceLengths(self.frames[rows], self.tokens[rows])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochPlan:

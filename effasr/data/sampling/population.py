@@ -125,7 +125,7 @@ class PopulationPlanner:
     def plan(self, epoch: int) -> EpochPlan:
         """Plan an epoch: each member of its population is in one micro-batch or deferred."""
         chosen = self.population(epoch)
-        lengths = UtteranceLengths(self.lengths.frames[chosen], self.lengths.tokens[chosen])
+        lengths = self.lengths.take(chosen)
         plan = self.make(lengths).plan(epoch)
         return replace(plan, indices=chosen[plan.indices], deferred=np.sort(chosen[plan.deferred]))
 

@@ -206,7 +206,7 @@ class Population:
             if conversations is not None:
                 extremes.append(int(conversations.clip_counts.argmax()))
             chosen = np.unique([*range(0, len(lengths), stride), *extremes])
-            lengths = UtteranceLengths(lengths.frames[chosen], lengths.tokens[chosen])
+            lengths = lengths.take(chosen)
             conversations = conversations and conversations.select(chosen)
         return cls(lengths, total, token_budget, max_sequences, framing, transducer, conversations)
 
@@ -287,7 +287,7 @@ class Population:
             chosen = generator.integers(len(selected), size=max(count, 1))
         else:
             chosen = generator.choice(len(selected), size=max(count, 1), p=probabilities)
-        sample = UtteranceLengths(selected.frames[chosen], selected.tokens[chosen])
+        sample = selected.take(chosen)
         plan = plan_epoch(sample, shape=shape, micro_batches=1, seed=0, epoch=0)
         return [
             _pairs(sample, plan.indices[begin:end])
@@ -299,9 +299,8 @@ class Population:
         selected = (self.lengths.frames <= frames) & (self.lengths.tokens <= tokens)
         if selected.all():
             return self
-        lengths = UtteranceLengths(self.lengths.frames[selected], self.lengths.tokens[selected])
         conversations = self.conversations and self.conversations.select(selected)
-        return replace(self, lengths=lengths, conversations=conversations)
+        return replace(self, lengths=self.lengths.take(selected), conversations=conversations)
 
 
 def together(
