@@ -12,8 +12,7 @@ from lhotse import AudioSource, CutSet, Recording, RecordingSet
 
 from effasr.config import ConfigError, from_mapping, to_mapping
 from effasr.data.audio.augmentation import clips
-from effasr.data.audio.augmentation.augmenter import Augmenter, Moment
-from effasr.data.audio.augmentation.clips import Clips
+from effasr.data.audio.augmentation.augmenter import Augmenter, Clips, Moment
 from effasr.data.audio.augmentation.config import (
     AudioAugmentationConfig,
     NoiseConfig,

@@ -7,8 +7,7 @@ import torch
 
 from effasr.data.conversation.collate import asking
 from effasr.decoding.language_model import engine as engine_module
-from effasr.decoding.language_model.cache import CachedConversations
-from effasr.decoding.language_model.engine import ConversationEngine, answers
+from effasr.decoding.language_model.engine import CachedConversations, ConversationEngine, answers
 from effasr.nn.cache.paged import most_pages
 from effasr_kernels import PackedLayout
 from tests.support.speech_llm import (

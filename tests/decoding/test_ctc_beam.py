@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from effasr.decoding.attention_beam import CTCPrefixScorer
 from effasr.decoding.ctc_beam import ctc_beam
-from effasr.decoding.ctc_prefix_scorer import CTCPrefixScorer
 from effasr_kernels import PackedSequence, pack
 from tests.decoding.cases import GIVEN, ctc_texts
 

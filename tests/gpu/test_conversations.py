@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from effasr.decoding.language_model.cache import CachedConversations
+from effasr.decoding.language_model.engine import CachedConversations
 from effasr_kernels import PackedLayout, PackedSequence
 from tests.support.speech_llm import architecture
 

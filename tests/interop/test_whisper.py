@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from effasr.data.batch import StaticShape
 from effasr.data.collate import collate
 from effasr.data.tokenizer import WhisperTokenizer
-from effasr.decoding.attention_alignment import align_by_attention, alignment_weights
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.continuous_batching.engine import attention_greedy
+from effasr.decoding.decoded import align_by_attention, alignment_weights
 from effasr.decoding.timestamps import TimestampRules
 from effasr.interop.huggingface.checkpoint import export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens

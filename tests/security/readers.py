@@ -25,7 +25,7 @@ import torch
 from effasr import config
 from effasr.checkpoint import MANIFEST, load_model, save_model
 from effasr.data.audio.audio_file import AudioError
-from effasr.data.audio.augmentation.clips import Clips
+from effasr.data.audio.augmentation.augmenter import Clips
 from effasr.data.audio.waveform import load_audio, read_audio, read_header
 from effasr.data.checksums import checksum
 from effasr.data.conversation.messages import conversations, is_conversations

@@ -22,7 +22,7 @@ from effasr.cli.options import print_line
 from effasr.evaluation import model_card
 from effasr.evaluation.result import Evaluation, ScoredUtterance, save
 from effasr.evaluation.wer import ErrorCounts
-from effasr.training.run_dir.progress import ProgressDisplay
+from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.transcription.json_files import json_line, one_line
 from effasr.transcription.outputs.cues import text_width
 from effasr.transcription.outputs.subtitles import GrowingFile

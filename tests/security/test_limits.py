@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from effasr.checkpoint import CheckpointError, load_weights
 from effasr.config import _Loader
-from effasr.data.audio.augmentation.clips import Clips
+from effasr.data.audio.augmentation.augmenter import Clips
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.lines import numbered_lines, parse_object
 from effasr.data.manifest.reader import read

@@ -11,9 +11,9 @@ from effasr.data.batch import StaticShape
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.optim.schedules import peak_learning_rate
-from effasr.training.batch_division import as_before, divide, requested
 from effasr.training.checkpointing.resume import Saved, check_resumable
 from effasr.training.config import TrainConfig
+from effasr.training.resolve import as_before, divide, requested
 from effasr.training.run_dir.run_directory import read_lines
 from tests.support.run_ranks import run_module
 

@@ -14,8 +14,8 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.training import metrics as meters
 from effasr.training.flops import peak_flops, peak_of, work_of
 from effasr.training.metrics import TrainingMetrics
-from effasr.training.run_dir.progress import ProgressDisplay, SilentDisplay, describe
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.run_dir.run_log import ProgressDisplay, SilentDisplay, describe
 from effasr.training.step import StepReport
 from effasr.training.step_stats import HostCopy, StepCosts, StepCounts
 from effasr.training.trainer import run

@@ -25,8 +25,8 @@ from effasr.data import locks
 from effasr.data.locks import LOCK, RunLock
 from effasr.training.checkpointing import run_checkpoints
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
-from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import RunDirectory, read_lines
+from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.training.trainer import run
 from effasr.untrusted.documents import with_checksum_line
 from tests.support.run_ranks import ROOT, started

@@ -23,8 +23,8 @@ from effasr.training import resolve as resolving
 from effasr.training import trainer, validation
 from effasr.training.config import EvaluationConfig
 from effasr.training.diagnostics.probe import ProbeSums
-from effasr.training.run_dir.progress import ProgressDisplay
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.training.trainer import run
 from tests.training.test_exactness import assert_same_end
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from effasr.data.prompt import Prompt
-from effasr.decoding import attention_alignment
+from effasr.decoding import decoded
 from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel
 from effasr.model.transducer import TransducerConfig
@@ -105,20 +105,20 @@ def test_attention_that_follows_the_speech_is_followed(seed, frame_seconds) -> N
         logits = -(((frames - centres[:, None]) / (width * lengths.max() / 8)) ** 2)
         noise = torch.randn(logits.shape, generator=draw)
         heads.append((logits + 0.3 * noise).softmax(-1))
-    spans = attention_alignment._spans(torch.stack(heads).double(), frame_seconds)
+    spans = decoded._spans(torch.stack(heads).double(), frame_seconds)
     assert spans is not None
     begins = [int(first) for first in [0, *ends[:-1]]]
     for (first, last), begin, end in zip(spans, begins, ends.tolist(), strict=True):
         assert begin - 1 <= first < last <= end + 1
-    assert attention_alignment._spans(torch.zeros(2, 3, 0).double(), frame_seconds) is None
+    assert decoded._spans(torch.zeros(2, 3, 0).double(), frame_seconds) is None
 
 
 def test_heads_of_the_alignment(model) -> None:
     """Those that a Whisper names, or the upper half of the layers."""
     decoder = model.config.decoder
-    assert attention_alignment._heads(decoder) == ((1, 0), (1, 1))
+    assert decoded._heads(decoder) == ((1, 0), (1, 1))
     named = replace(decoder, alignment_heads=((0, 1),))
-    assert attention_alignment._heads(named) == ((0, 1),)
+    assert decoded._heads(named) == ((0, 1),)
 
 
 def test_weights_of_each_head() -> None:
