@@ -449,99 +449,86 @@ def _check_static_shapes(config: TrainConfig) -> None:
 
 def _check_strategy(config: TrainConfig) -> None:
     """Check for settings that a strategy does not support."""
-    strategy, learner_size = config.training.strategy, config.training.gossip.learner_size
+    settings, strategy = config.training, config.training.strategy
     if strategy != "ddp" and config.optimizer.adascale is not None:
         raise ValueError(
             "`optimizer.adascale` needs training.strategy ddp, in which each rank has its whole "
             f"gradient before the all-reduce, but the strategy is {strategy}: change one of them."
         )
-    if config.training.max_epochs is not None and config.optimizer.adascale is not None:
-        raise ValueError(
-            "`training.max_epochs` must be null with optimizer.adascale, whose steps count as "
-            f"several, but is {config.training.max_epochs}: set training.max_steps."
+    is_single = settings.max_epochs is None or config.optimizer.adascale is None
+    rule = "be null with optimizer.adascale, whose steps count as several"
+    remedy = "set training.max_steps"
+    check(is_single, "training.max_epochs", rule, settings.max_epochs, remedy)
+    if strategy in ASYNCHRONOUS:
+        apart = f"with training.strategy {strategy}, whose learners have no step in common"
+        steps = settings.freeze_steps
+        check(steps is None, "training.freeze_steps", f"be null {apart}", steps)
+        for name in INTERVALS:
+            value, rule = getattr(settings, name), f"be a number of steps {apart}"
+            check(not isinstance(value, str), f"training.{name}", rule, repr(value))
+        rule = (
+            f"be packed with training.strategy {strategy}, whose learners take the next part of a "
+            "plan when they are ready"
         )
-    if strategy in ASYNCHRONOUS and config.training.freeze_steps is not None:
-        raise ValueError(
-            f"`training.freeze_steps` must be null with training.strategy {strategy}, whose "
-            f"learners have no step in common, but is {config.training.freeze_steps}."
+        remedy = (
+            "lhotse's samplers distribute batches over a fixed number of ranks. Use packed, or "
+            "training.strategy ddp"
         )
-    for name in INTERVALS:
-        value = getattr(config.training, name)
-        if strategy in ASYNCHRONOUS and isinstance(value, str):
-            raise ValueError(
-                f"`training.{name}` must be a number of steps with training.strategy {strategy}, "
-                f"whose learners have no step in common, but is {value!r}."
-            )
-    if strategy in ASYNCHRONOUS and config.data.strategy != "packed":
-        raise ValueError(
-            f"`data.strategy` must be packed with training.strategy {strategy}, whose learners "
-            "take the next part of a plan when they are ready, but is "
-            f"{config.data.strategy}: lhotse's samplers distribute batches over a fixed number of "
-            "ranks. Use packed, or training.strategy ddp."
-        )
-    if strategy == "adpsgd" and learner_size not in (None, 1):
-        raise ValueError(
-            "`training.gossip.learner_size` must be 1 or null with training.strategy adpsgd, but "
-            f"is {learner_size}: use h_adpsgd for learners of several processes."
-        )
+        plans = config.data.strategy
+        check(plans == "packed", "data.strategy", rule, plans, remedy)
+    if strategy == "adpsgd":
+        size, rule = settings.gossip.learner_size, "be 1 or null with training.strategy adpsgd"
+        remedy = "use h_adpsgd for learners of several processes"
+        check(size in (None, 1), "training.gossip.learner_size", rule, size, remedy)
     if strategy != "fsdp2":
         return
-    if config.data.frame_budget == "auto":
-        raise ValueError(
-            "`data.frame_budget` must be a number with training.strategy fsdp2, because trials run "
-            "on one process, which would hold all shards, but is auto: see `peak_memory_bytes` in "
-            "metrics.jsonl of a short run, and choose it by that."
-        )
+    rule = (
+        "be a number with training.strategy fsdp2, because trials run on one process, which would "
+        "hold all shards"
+    )
+    remedy = "see `peak_memory_bytes` in metrics.jsonl of a short run, and choose it by that"
+    check(config.data.frame_budget != "auto", "data.frame_budget", rule, "auto", remedy)
     if config.optimizer.name == "lamb":
         raise ValueError(
             "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "
             "implementations cannot compute norms of sharded parameters: use adamw, or ddp."
         )
-    if config.training.bfloat16_weights is True:
-        raise ValueError(
-            "`training.bfloat16_weights` must be false or auto with training.strategy fsdp2, which "
-            "casts the weights that it gathers, but is true: leave it out."
-        )
+    rule = "be false or auto with training.strategy fsdp2, which casts the weights that it gathers"
+    is_left = settings.bfloat16_weights is not True
+    check(is_left, "training.bfloat16_weights", rule, "true", "leave it out")
     if config.training.cuda_graph is True:
         cuda_graph.raise_first(cuda_graph.obstacles_of_strategy(config))
 
 
 def _check_trained(config: TrainConfig) -> None:
     frozen, lora = config.training.freeze, config.lora
-    if lora is not None and frozen:
-        raise ValueError(
-            "`training.freeze` must be empty with `lora`, which trains nothing but adapters and "
-            f"lora.also_train, but is {list(frozen)}: leave it out."
-        )
+    if lora is None:
+        return
+    rule = "be empty with `lora`, which trains nothing but adapters and lora.also_train"
+    check(not frozen, "training.freeze", rule, list(frozen), "leave it out")
     language_model = config.model.language_model
     has_weights = language_model is not None and language_model.weights == "pretrained"
-    if lora is not None and config.init_from is None and not has_weights:
-        raise ValueError(
-            "`init_from` must be given with `lora`, whose adapters are of use only beside weights "
-            "that were trained, but is null: name a model directory or a run."
-        )
+    rule = "be given with `lora`, whose adapters are of use only beside weights that were trained"
+    remedy = "name a model directory or a run"
+    check(config.init_from is not None or has_weights, "init_from", rule, "null", remedy)
 
 
 def _check_text(config: TrainConfig) -> None:
     """Check that utterances without text have a use, and that what they are for has them."""
     text = config.data.text
     if config.model.best_rq is not None:
-        if text != "ignored":
-            raise ValueError(
-                f"`data.text` must be ignored where `model.best_rq` is given, but is {text}: set "
-                "it to ignored; or, to fine-tune a pretrained encoder, give `model` an output, "
-                "such as model.ctc=true."
-            )
-        if config.data.tokenizer:
-            raise ValueError(
-                "`data.tokenizer` must be left out where `model.best_rq` is given, because no text "
-                f"is read, but is {config.data.tokenizer!r}."
-            )
-    elif text == "ignored":
-        raise ValueError(
-            "`data.text` must be required or optional for a model that learns from texts, but is "
-            "ignored: give model.best_rq to pretrain on audio alone."
+        rule = "be ignored where `model.best_rq` is given"
+        remedy = (
+            "set it to ignored; or, to fine-tune a pretrained encoder, give `model` an output, "
+            "such as model.ctc=true"
         )
+        check(text == "ignored", "data.text", rule, text, remedy)
+        rule = "be left out where `model.best_rq` is given, because no text is read"
+        check(not config.data.tokenizer, "data.tokenizer", rule, repr(config.data.tokenizer))
+    else:
+        rule = "be required or optional for a model that learns from texts"
+        remedy = "give model.best_rq to pretrain on audio alone"
+        check(text != "ignored", "data.text", rule, "ignored", remedy)
     has_teacher = config.training.teacher is not None
     if has_teacher != (text == "optional"):
         raise ValueError(

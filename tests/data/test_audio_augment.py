@@ -11,7 +11,7 @@ import soundfile
 from lhotse import AudioSource, CutSet, Recording, RecordingSet
 
 from effasr.config import ConfigError, from_mapping, to_mapping
-from effasr.data.audio.augmentation import clips
+from effasr.data.audio.augmentation import augmenter
 from effasr.data.audio.augmentation.augmenter import Augmenter, Clips, Moment
 from effasr.data.audio.augmentation.config import (
     AudioAugmentationConfig,
@@ -216,12 +216,12 @@ def test_parts_are_those_of_the_whole_and_little_is_kept(
     noises: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Clips.load([noises], "noise")
-    monkeypatch.setattr(clips, "_WHOLE", 5000)
+    monkeypatch.setattr(augmenter, "_WHOLE", 5000)
     long = Clips.load([noises], "noise")
     for index in range(3):
         assert np.array_equal(long.read(index, 100, 2000), whole.read(index)[100:2100])
-    monkeypatch.setattr(clips, "_WHOLE", 20 * RATE)
-    monkeypatch.setattr(clips, "_CACHE_BYTES", 50_000)
+    monkeypatch.setattr(augmenter, "_WHOLE", 20 * RATE)
+    monkeypatch.setattr(augmenter, "_CACHE_BYTES", 50_000)
     few = Clips.load([noises], "noise")
     for index in (0, 1, 2, 0, 2, 1):
         assert np.array_equal(few.read(index), whole.read(index))
@@ -233,7 +233,7 @@ def test_parts_are_those_of_the_whole_and_little_is_kept(
 def test_the_last_part_of_a_clip_of_any_rate_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: int
 ) -> None:
-    monkeypatch.setattr(clips, "_WHOLE", 100)
+    monkeypatch.setattr(augmenter, "_WHOLE", 100)
     for extra in range(24):
         soundfile.write(tmp_path / f"{extra:02}.wav", white(rate // 4 + extra), rate)
     result = Clips.load([tmp_path], "noise")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -19,6 +18,7 @@ from rich.text import Text
 
 import effasr_kernels
 from effasr import config as configuration
+from effasr.data.checksums import installed_version
 from effasr.distributed.process_group import choose_device
 from effasr.evaluation.tables import to_text
 from effasr.optim.adamw import apex_unsupported_reason
@@ -155,7 +155,7 @@ def _system() -> list[Row]:
 
 
 def _triton() -> Row:
-    installed, note = _version("triton"), "kernels for the GPU"
+    installed, note = installed_version("triton"), "kernels for the GPU"
     if installed is None:
         note += " (pip install 'effasr[gpu]')"
     return Row("system", "triton", installed or "missing", note)
@@ -174,18 +174,11 @@ def _packages() -> list[Row]:
     rows = []
     for name, purpose in _PACKAGES.items():
         absent = "missing" if name in _REQUIRED else "not installed"
-        rows.append(Row("packages", name, _version(name) or absent, purpose))
+        rows.append(Row("packages", name, installed_version(name) or absent, purpose))
     reason = apex_unsupported_reason(torch.device("cuda"))
     note = "fused optimizers" if reason is None else f"not used: {reason}"
-    rows.append(Row("packages", "apex", _version("apex") or "not installed", note))
+    rows.append(Row("packages", "apex", installed_version("apex") or "not installed", note))
     return rows
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:

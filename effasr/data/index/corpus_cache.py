@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import logging
 import mmap
@@ -30,7 +29,7 @@ import numpy as np
 
 from effasr.data.atomic_files import atomic_file
 from effasr.data.audio.waveform import AudioProblem, samples_in
-from effasr.data.checksums import sha256
+from effasr.data.checksums import installed_version, sha256
 from effasr.data.filters.config import Limits
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.columns import decode
@@ -412,7 +411,7 @@ def _key(arguments: tuple[Any, ...], files: list[Path], archives: list[Path]) ->
         # Such a budget drops nothing: budgets of the usual sizes share one table.
         limits = replace(limits, frame_budget=None)
     parts = {
-        "versions": _versions(),
+        "versions": {name: installed_version(name) for name in _PACKAGES},
         "code": _code(),
         # Absolute, because audio paths may be relative to the manifest's folder.
         "paths": [str(Path(path).absolute()) for path in paths],
@@ -454,17 +453,6 @@ def _processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-@cache
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
 
 
 @cache

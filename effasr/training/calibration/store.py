@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import torch
 
 from effasr import config as configuration
 from effasr.data.atomic_files import write_atomically
+from effasr.data.checksums import installed_version
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.training.calibration.workload import Population
@@ -114,10 +114,14 @@ def describe(
     config: TrainConfig, vocab_size: int, population: Population, device: torch.device, target: int
 ) -> dict[str, Any]:
     """Return everything that a calibration depends on, as JSON types."""
-    training = config.training
+    training, name = config.training, f"cpu, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     return {
-        "versions": {name: _version(name) for name in ("effasr", "torch", "triton")},
-        "device": _device_name(device),
+        "versions": {
+            package: installed_version(package) for package in ("effasr", "torch", "triton")
+        },
+        "device": name,
         "device_bytes": total_bytes(device),
         "target_bytes": target,
         "calibration": configuration.to_mapping(config.calibration),
@@ -181,16 +185,3 @@ def _statistics_of_conversations(population: Population) -> dict[str, Any]:
 def _roughly(value: float) -> float:
     """Round to two digits."""
     return float(f"{value:.1e}")
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {os.cpu_count()} cores"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -6,7 +6,6 @@ and writes the measurement to standard output. It ends with the process of id PA
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -26,6 +25,7 @@ import torch
 from effasr import config as configuration
 from effasr.data.batch import StaticShape
 from effasr.data.features.frame_geometry import Framing
+from effasr.data.worker_processes import signal_at_death_of_parent
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
 from effasr.training.calibration.workload import Clips, Workload, batch_of
@@ -33,8 +33,6 @@ from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
 from effasr.training.step import TrainState, train_step
 from effasr_kernels import allow_reference_on_gpu
-
-_PR_SET_PDEATHSIG = 1  # From Linux's <sys/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,9 @@ class Measurement:
 
 
 def main() -> int:
-    _end_with_parent(int(sys.argv[1]))
+    signal_at_death_of_parent(signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the process that started this trial has ended")
     request = Request.from_json(sys.stdin.read())
     # Libraries may write to standard output, which is reserved for the result.
     out = os.dup(1)
@@ -165,14 +165,9 @@ def _peaks(device: torch.device) -> tuple[int, int]:
         outside = total - free - torch.cuda.memory_reserved(device)
         reserved = torch.cuda.max_memory_reserved(device)
         return torch.cuda.max_memory_allocated(device), reserved + outside
-    peak = _high_water_mark()
+    # Of this process alone, where Linux reports it; elsewhere it may be inherited from the parent.
+    peak = _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return peak, peak
-
-
-def _high_water_mark() -> int:
-    """Return the peak memory of this process alone, where Linux reports it."""
-    # On other systems it may be inherited from the process that started this one.
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _status(name: str) -> int:
@@ -185,13 +180,6 @@ def _status(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _end_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this trial has ended")
 
 
 # Runs trials in processes of their own.
