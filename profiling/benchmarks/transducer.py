@@ -65,8 +65,8 @@ class Nodes:
         if (reason := native.unsupported_reason()) is not None:
             raise RuntimeError(reason)
         offsets = self.frames.cu_seqlens, self.labels.cu_seqlens, self.first[:-1]
-        total, blank, label = lattice.transducer_occupancies(*planes, *offsets)
-        return -total.float(), blank, label
+        blank, label = map(torch.empty_like, planes)
+        return -lattice.transducer(*planes, *offsets, (blank, label)).float(), blank, label
 
     def _on_gpu(self, log_blank: Tensor, log_label: Tensor) -> Planes:
         from effasr_kernels.transducer_loss.triton import lattice as kernel

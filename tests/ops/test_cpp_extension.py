@@ -164,7 +164,7 @@ def test_without_a_library_the_reference_serves_and_says_how_to_build(
         attention(q, q, q, layout, backend="cpp")
     x, lengths = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(BackendUnavailable, match=r"CPU kernels cannot run .*_cpu\.so was not"):
-        lattice.ctc_occupancies(x[None], None, x.long()[:0], lengths, lengths * 0)
+        lattice.ctc(x[None], None, x.long()[:0], lengths, lengths * 0)
     (tmp_path / native.FAILURE).write_text("no 'c++' here\n")
     look_for_the_library_again()
     reason = r"cpp: .*_cpu\.so could not be built: no 'c\+\+' here \(with a C\+\+ compiler, pip"

@@ -106,13 +106,12 @@ class _Losses:
         scores = log_probs.gather(1, classes.clamp(min=0)).masked_fill_(classes < 0, 0)
         arguments = scores, None, self.targets, cu_frames, cu_labels
         if not gradients:
-            return 0 - lattice.ctc_log_likelihood(*arguments)
-        total, occupancies = lattice.ctc_occupancies(*arguments, in_place=True)
-        losses = (0 - total).to(hidden.dtype)
+            return 0 - lattice.ctc(*arguments)
+        losses = (0 - lattice.ctc(*arguments, occupancies=scores)).to(hidden.dtype)
         scale = torch.ones_like(losses) if scale is None else scale
         of_rows = repeat(scale.masked_fill(losses.isinf(), 0))[:, None]
         dz = log_probs.exp_().mul_(of_rows)
-        dz.scatter_add_(1, classes.clamp_(min=0), occupancies.mul_(-of_rows))
+        dz.scatter_add_(1, classes.clamp_(min=0), scores.mul_(-of_rows))
         of_hidden, of_weight, *of_bias = gradients
         torch.mm(dz, weight, out=of_hidden[rows])
         of_weight.addmm_(dz.T, hidden[rows])

@@ -50,73 +50,19 @@ def node_offsets(cu_frames: Tensor, cu_labels: Tensor) -> Tensor:
     return torch.cat([nodes.new_zeros(1), nodes.cumsum(0)])
 
 
-def transducer_occupancies(
+def transducer(
     log_blank: Tensor,  # log-probability of the blank at each node, float32 (nodes,)
     log_label: Tensor,  # float32 (nodes,), log-probability of the next label; unread at u = U_n
     cu_frames: Tensor,  # int32 (N + 1,), with differences T_n; the first may differ from 0
     cu_labels: Tensor,  # offsets of the labels, int32 (N + 1,), with differences U_n
     first_nodes: Tensor,  # int64 (N,), for example from `node_offsets`
-    *,
-    in_place: bool = False,  # whether the results overwrite `log_blank` and `log_label`
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `effasr_kernels.transducer_loss.lattice.occupancies` for packed sequences."""
+    occupancies: tuple[Tensor, Tensor] | None = None,  # (nodes,) each, written; maybe the inputs
+) -> Tensor:
+    """The log-likelihoods of packed sequences; without occupancies with half the work."""
     # Node (t, u) of sequence n is element ``first_nodes[n] + t (U_n + 1) + u`` of each tensor.
-    # Returns the log-likelihoods, float64 (N,), and the probabilities (nodes,) that a path takes
-    # the blank and the label at each node; zero if no path exists. Elements that are not a node of
-    # a sequence are not written.
-    occ_blank, occ_label = log_blank, log_label
-    if not in_place:
-        occ_blank, occ_label = torch.empty_like(log_blank), torch.empty_like(log_label)
-    lengths = cu_frames, cu_labels, first_nodes
-    total = _transducer(log_blank, log_label, (occ_blank, occ_label), *lengths)
-    return total, occ_blank, occ_label
-
-
-def transducer_log_likelihood(
-    log_blank: Tensor, log_label: Tensor, cu_frames: Tensor, cu_labels: Tensor, first_nodes: Tensor
-) -> Tensor:
-    """Compute only the log-likelihoods of `transducer_occupancies`, with half the work."""
-    return _transducer(log_blank, log_label, None, cu_frames, cu_labels, first_nodes)
-
-
-def ctc_occupancies(
-    scores: Tensor,  # logits, float32 (T, K + 1), where no transcript is longer than K
-    log_normalizer: Tensor | None,  # float32 (T,), subtracted from each row of ``scores``
-    targets: Tensor,  # labels, int32 or int64 (U,)
-    cu_frames: Tensor,  # offsets of the frames, int32 (N + 1,)
-    cu_targets: Tensor,  # offsets of the labels, int32 (N + 1,)
-    *,
-    in_place: bool = False,  # whether the occupancies overwrite `scores`
-) -> tuple[Tensor, Tensor]:
-    """Compute the log-likelihoods of transcripts over all alignments, and the occupancies."""
-    # Tables have a row for each frame: the blank in column 0, then each label of the transcript.
-    # Columns to the right of these are neither read nor written. Returns the log-likelihoods,
-    # float64 (N,), and the occupancies (T, K + 1), with a column for each repetition of a label;
-    # zero if no alignment exists.
-    occupancies = scores if in_place else torch.empty_like(scores)
-    total = _ctc(scores, log_normalizer, occupancies, targets, cu_frames, cu_targets)
-    return total, occupancies
-
-
-def ctc_log_likelihood(
-    scores: Tensor,
-    log_normalizer: Tensor | None,
-    targets: Tensor,
-    cu_frames: Tensor,
-    cu_targets: Tensor,
-) -> Tensor:
-    """Compute only the log-likelihoods of `ctc_occupancies`, with half the work."""
-    return _ctc(scores, log_normalizer, None, targets, cu_frames, cu_targets)
-
-
-def _transducer(
-    log_blank: Tensor,
-    log_label: Tensor,
-    occupancies: tuple[Tensor, Tensor] | None,
-    cu_frames: Tensor,
-    cu_labels: Tensor,
-    first_nodes: Tensor,
-) -> Tensor:
+    # Returns float64 (N,). The occupancies are the probabilities that a path takes the blank and
+    # the label at each node, as of `effasr_kernels.transducer_loss.lattice.occupancies`; zero if no
+    # path exists. Elements that are not a node of a sequence are not written.
     op = "transducer_lattice"
     if log_blank.dim() != 1:
         raise wrong(op, "log_blank", "have shape (nodes,)", tuple(log_blank.shape))
@@ -135,14 +81,18 @@ def _transducer(
     return total
 
 
-def _ctc(
-    scores: Tensor,
-    log_normalizer: Tensor | None,
-    occupancies: Tensor | None,
-    targets: Tensor,
-    cu_frames: Tensor,
-    cu_targets: Tensor,
+def ctc(
+    scores: Tensor,  # logits, float32 (T, K + 1), where no transcript is longer than K
+    log_normalizer: Tensor | None,  # float32 (T,), subtracted from each row of ``scores``
+    targets: Tensor,  # labels, int32 or int64 (U,)
+    cu_frames: Tensor,  # offsets of the frames, int32 (N + 1,)
+    cu_targets: Tensor,  # offsets of the labels, int32 (N + 1,)
+    occupancies: Tensor | None = None,  # (T, K + 1), written; maybe `scores`
 ) -> Tensor:
+    """The log-likelihoods of transcripts over all alignments; alone with half the work."""
+    # Tables have a row for each frame: the blank in column 0, then each label of the transcript.
+    # Columns to the right of these are neither read nor written. Returns float64 (N,). The
+    # occupancies have a column for each repetition of a label; zero if no alignment exists.
     op = "ctc_lattice"
     if scores.dim() != 2 or not 0 < scores.shape[1] < _INT32_MAX:
         rule = "have shape (T, K + 1), with K + 1 below 2**31 - 1"

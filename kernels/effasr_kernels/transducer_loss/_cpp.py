@@ -123,11 +123,9 @@ class _Losses:
         ends = slice(members.start, members.stop + 1)
         cu_frames, cu_labels = (x.cu_seqlens[ends].contiguous() for x in (self.frames, self.labels))
         first_nodes = lattice.node_offsets(cu_frames, cu_labels)[:-1]
-        arguments = planes[0], planes[1], cu_frames, cu_labels, first_nodes
-        if not with_gradient:
-            return lattice.transducer_log_likelihood(*arguments)
-        total, _, _ = lattice.transducer_occupancies(*arguments, in_place=True)
-        return total
+        steps = planes[0], planes[1]
+        occupancies = steps if with_gradient else None
+        return lattice.transducer(*steps, cu_frames, cu_labels, first_nodes, occupancies)
 
     def _differentiate(
         self, joint: Joint, sequence: Sequence, gradients: tuple[Tensor, ...], scale: float
