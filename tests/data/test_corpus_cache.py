@@ -131,11 +131,11 @@ def test_the_tokenizer_counts_by_its_content(nemo, tokenizer, folder, tmp_path):
     assert not was_read(notes)
 
 
-@pytest.mark.parametrize("name", ["_versions", "_code"])
+@pytest.mark.parametrize("name", ["installed_version", "_code"])
 def test_the_program_counts(nemo, tokenizer, folder, monkeypatch, name):
     manifest, notes = nemo(3), []
     load(manifest, tokenizer, folder, notes)
-    monkeypatch.setattr(corpus_cache, name, lambda: "another")
+    monkeypatch.setattr(corpus_cache, name, lambda *_: "another")
     load(manifest, tokenizer, folder, notes)
     assert was_read(notes)
 
