@@ -69,18 +69,19 @@ class Nodes:
         return -lattice.transducer(*planes, *offsets, (blank, label)).float(), blank, label
 
     def _on_gpu(self, log_blank: Tensor, log_label: Tensor) -> Planes:
-        from effasr_kernels.transducer_loss.triton import lattice as kernel
-        from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
+        from effasr_kernels.transducer_loss.triton.lattice import LabelSweeps
+        from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices, Scores, Trace
 
         plan, size = Lattices(self.frames, self.labels), max(1, self.count)
         (group,) = plan.groups(Cost(1), size, Cost(1), size)
         offsets = self.frames.cu_seqlens, self.labels.cu_seqlens, self.first
-        bound = self.labels.max_seqlen
+        sweeps = LabelSweeps(offsets, self.labels.max_seqlen, fastemit=0.0)
+        scores = Scores(0, log_blank, log_label)
         blank, label = torch.empty_like(log_blank), torch.empty_like(log_label)
-        loss = log_blank.new_empty(self.frames.num_sequences)
-        kernel.losses(group, offsets, log_blank, log_label, blank, 0, loss, bound)
-        ones = torch.ones_like(loss)
-        kernel.occupancies(group, offsets, blank, 0, loss, ones, blank, label, bound, 0.0)
+        loss, trace = log_blank.new_empty(self.frames.num_sequences), Trace(0, blank)
+        sweeps.losses(group, scores, trace, loss)
+        ones, out = torch.ones_like(loss), Scores(0, blank, label)
+        sweeps.occupancies(group, scores, trace, loss, ones, out)
         return loss, blank, label
 
 

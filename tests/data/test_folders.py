@@ -1,6 +1,6 @@
 import pytest
-from effasr.data.audio.augmentation.clips import Clips
 
+from effasr.data.audio.augmentation.augmenter import Clips
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.reader import read
 from tests.support.corpora import write_tone
