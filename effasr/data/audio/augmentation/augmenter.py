@@ -15,7 +15,7 @@ import numpy as np
 from lhotse.cut import Cut
 from lhotse.cut.set import deserialize_cut
 
-from effasr.data.audio.audio_file import AudioError, regular_file_size
+from effasr.data.audio.audio_file import regular_file_size
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.audio.augmentation.effects import (
     ImpulseResponse,
