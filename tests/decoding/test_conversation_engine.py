@@ -81,16 +81,6 @@ def test_answers_end_at_stop_tokens():
     assert not ended.truncated
 
 
-def test_each_conversation_has_its_own_limit():
-    model = speech_llm()
-    batch = make_conversation_batch(questions(4))
-    result = answers(model, batch, [1, 3, 9, 2], ())
-    assert [len(item.tokens) for item in result] == [1, 3, 9, 2]
-    whole = answers(model, batch, [9] * 4, ())
-    for item, other in zip(result, whole, strict=True):
-        assert item.tokens == other.tokens[: len(item.tokens)]
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_beams_find_what_transformers_finds(kind):
     model = speech_llm(kind, seed=3)

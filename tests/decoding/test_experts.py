@@ -7,10 +7,9 @@ import torch
 
 from effasr.data.collate import Example
 from effasr.data.prompt import Prompt
-from effasr.decoding.continuous_batching.engine import Engine, Utterance, attention_greedy
 from effasr.model.asr import ASRModel
 from effasr.nn.experts import ExpertsConfig
-from tests.decoding.cases import assert_independent_of_batch, batch_of, decode_all, make_examples
+from tests.decoding.cases import assert_independent_of_batch, decode_all, make_examples
 
 NAMED = ExpertsConfig(count=2, route="language", names=("en", "de"))
 SEARCHES: list[dict] = [
@@ -70,20 +69,6 @@ def test_an_utterance_is_decoded_by_its_expert(
         assert result[number].tokens == by_expert[example.expert][number].tokens
         differ += by_expert[0][number].tokens != by_expert[1][number].tokens
     assert differ > 3, "the test needs experts that matter"
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_an_expert_stays_with_its_utterance_in_a_slot(paged, experts, examples, tokenizer) -> None:
-    """Three slots for seven utterances, which enter as others end."""
-    with torch.no_grad():
-        encoded = experts.encode(batch_of(examples, tokenizer))
-    limits = [20] * len(examples)
-    prompts = [example.prompt for example in examples]
-    together = attention_greedy(experts, encoded, prompts, limits, tokenizer.eos_id)
-    engine = Engine(experts, tokenizer.eos_id, slots=3, max_frames=50, paged=paged)
-    engine.submit(encoded, [Utterance(n, prompt, 20) for n, prompt in enumerate(prompts)])
-    result = dict(engine.results())
-    assert [result[number] for number in range(len(examples))] == together
 
 
 def test_an_utterance_without_an_expert_is_refused(experts, examples, tokenizer) -> None:

@@ -85,6 +85,17 @@ def test_a_gain_by_chance_changes_nothing():
     assert changed <= 3
 
 
+def test_a_weight_without_effect_or_choice_stays():
+    start = Weights.from_config(JOINT, "attention")
+    lists = draw_lists(JOINT, start, replace(start, ctc_weight=0.8))
+    result = best_weights(lists, start, {name: GRIDS[name] for name in ("ctc_weight", "lm_weight")})
+    assert result == replace(start, ctc_weight=0.8)
+    start = Weights.from_config(SECOND, "attention")
+    grids = {name: GRIDS[name] for name in ("second_lm_weight", "second_word_bonus")}
+    for options in ({"size": 1}, {"count": 0}):
+        assert best_weights(draw_lists(SECOND, start, **options), start, grids) == start
+
+
 def test_what_the_weights_do_not_explain_is_kept():
     """Ranks of the search may have more in them, such as coverage."""
     start = Weights.from_config(JOINT, "attention")

@@ -1,11 +1,12 @@
 """Judgement of words, calibration error, area under the curve, and calibration."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
-from effasr.decoding.confidence.calibration import ConfidenceCalibration
+from effasr.decoding.confidence.calibration import ConfidenceCalibration, logit
 from effasr.evaluation.normalizer import basic
 from effasr.evaluation.word_confidence import confidence_report, fit_calibration, judge
 from effasr.transcription.results import WordConfidence
@@ -65,6 +66,17 @@ def test_a_fit_finds_the_map_that_made_the_words():
     assert mapped.ece < 0.02 < 0.2 < raw.ece
     # A rising map changes no order.
     assert mapped.auc == pytest.approx(raw.auc)
+
+
+def test_a_fit_of_separable_words_is_finite():
+    result = fit_calibration([(0.9, True)] * 5 + [(0.1, False)] * 5, "ctc")
+    assert result is not None
+    assert result(0.9) == pytest.approx(6 / 7, abs=1e-3)
+    assert result(0.1) == pytest.approx(1 / 7, abs=1e-3)
+    assert math.isfinite(logit(0.0))
+    assert math.isfinite(logit(1.0))
+    assert ConfidenceCalibration(1e3, 0.0, "ctc")(0.0) == 0.0
+    assert fit_calibration([(0.5, True)] * 3, "ctc") is None
 
 
 def test_commands_report_and_apply_confidences(effasr, tmp_path, saved, noise):

@@ -54,12 +54,12 @@ class Outcome:
     problem: str
 
 
-def build(folder: Path, name: str = "inject") -> Path:
-    library = folder / f"lib{name}.so"
+def build(folder: Path) -> Path:
+    library = folder / "libinject.so"
     if not library.exists():
         local = folder / f"{os.getpid()}.so"
         command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(local)]
-        command += [str(Path(__file__).with_name(f"{name}.c")), "-ldl"]
+        command += [str(Path(__file__).with_name("inject.c")), "-ldl"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         local.replace(library)
     return library

@@ -1,8 +1,6 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,28 +138,3 @@ def test_memory_is_written_when_it_runs_out(tmp_path, monkeypatch):
 def test_error_messages(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         StepProfiler(ProfileConfig(**fields), CPU, tmp_path)
-
-
-@pytest.mark.extended
-def test_kineto_writes_nothing_of_its_own(tmp_path):
-    """It would log the start and the stop to standard error, in a process that has not used it."""
-    program = f"""
-from pathlib import Path
-import torch
-from effasr.distributed.process_group import DistributedContext
-from effasr.training.profiler import ProfileConfig, StepProfiler
-context = DistributedContext(0, 1, torch.device("cpu"))
-capture = StepProfiler(
-    ProfileConfig(tool="kineto", first_step=1, steps=1), context, Path({str(tmp_path)!r})
-)
-for step in range(3):
-    with capture.step(step):
-        torch.ones(3).sum()
-"""
-    # Runs that were recorded in this process have set the variable.
-    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert (tmp_path / "rank0.json.gz").is_file()

@@ -12,14 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from effasr import config as configuration
 from effasr.checkpoint import load_model
 from effasr.data import locks
 from effasr.data.locks import LOCK, RunLock
@@ -29,8 +28,8 @@ from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.training.trainer import run
 from effasr.untrusted.documents import with_checksum_line
-from tests.support.run_ranks import ROOT, started
-from tests.training.test_faults import wait_for, wait_for_checkpoint
+from tests.support.run_ranks import ROOT
+from tests.training.test_faults import wait_for_checkpoint
 
 
 def steps(path) -> list[int]:
@@ -140,8 +139,6 @@ def test_curves_are_written_for_tensorboard(tmp_path):
     curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert curve == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
 
-
-ONE = {"max_steps": 100_000, "checkpoint_every": 5, "threads": 1}
 
 HOLD = """
 import fcntl, os, sys, time
@@ -393,43 +390,3 @@ def test_a_start_that_fails_leaves_no_lock_and_no_folder(make_config, tmp_path):
     with pytest.raises(ValueError, match=r"`data\.tokenizer` must be"):
         run(make_config(data={"tokenizer": ""}))
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_of_two_ranks_one_locks_and_a_second_start_of_both_is_told_once(make_config, tmp_path):
-    """Killed with its data workers loading, it can be started again at once."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(configuration.dump(make_config(training=ONE, data={"workers": 1})))
-    with started("effasr.train", str(recipe)) as first:
-        wait_for(tmp_path / "run", 2, first)
-        assert [locks_of(process.pid) for process in first] == [1, 0]
-        children = [child for process in first for child in children_of(process.pid)]
-        assert len(children) >= 2
-        assert not any(map(locks_of, children))
-        with started("effasr.train", str(recipe), "training.restart=true") as second:
-            message = [process.communicate(timeout=240)[1] for process in second]
-        assert second[0].returncode == 2, message[0]
-        assert message[0].count("must be free, but process") == 1
-        assert f"process {first[0].pid} on" in message[0]
-        assert "must be free" not in message[1]
-        assert all(process.poll() is None for process in first)
-        assert not list(tmp_path.glob("run.old*"))
-        for process in first:
-            process.kill()
-            process.wait()
-    assert run(make_config(training=ONE | {"max_steps": 12}, data={"workers": 1})) == 0
-
-
-def locks_of(process: int) -> int:
-    count = 0
-    for path in Path(f"/proc/{process}/fd").iterdir():
-        # Others come and go.
-        with suppress(FileNotFoundError):
-            count += os.readlink(path).endswith(f"/run/{LOCK}")
-    return count
-
-
-def children_of(process: int) -> list[int]:
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
