@@ -24,7 +24,7 @@ from effasr.cli.options import (
     read_cuts,
 )
 from effasr.cli.progress import decoding_progress
-from effasr.decoding.config import BOOST, CORRECTOR, SECOND_PASS
+from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SECOND_PASS
 
 
 def add(command: AddCommand) -> None:
@@ -58,7 +58,7 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="utterances with the most errors to show (default: 5)",
     )
-    add_decoding(parser, BOOST, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
+    add_decoding(parser, LONG_FORM, BOOST, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from effasr.cli.options import (
     with_prompt_options,
 )
 from effasr.cli.progress import TranscriptionProgress
-from effasr.decoding.config import BOOST, CORRECTOR, SECOND_PASS
+from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SECOND_PASS
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -157,7 +157,7 @@ def add(command: AddCommand) -> None:
         "which decodes frame by frame (default: its first), or the longest wait for a pause with "
         "other models (default: 10 seconds)",
     )
-    add_decoding(parser, BOOST, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
+    add_decoding(parser, LONG_FORM, BOOST, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -394,6 +394,11 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
         raise ValueError(
             "`--second-lm` must be left out with `--stream`: it reads the earlier segments of a "
             "recording, which is transcribed as a whole."
+        )
+    if decoding.long_form == "sequential":
+        raise ValueError(
+            "`--long-form` must be chunked with `--stream`, which is cut at pauses, but is "
+            "sequential: transcribe a file."
         )
     if decoding.corrector is not None:
         raise ValueError(

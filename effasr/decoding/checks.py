@@ -62,9 +62,12 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
     if config.no_repeat_ngram is not None:
         remedy = "only the attention decoder loops"
         check(attends, "no_repeat_ngram", rule, config.no_repeat_ngram, remedy)
-    for name in ("timestamps", "temperature"):
-        unset = attends or not getattr(config, name)
-        check(unset, name, rule, getattr(config, name), "only the attention decoder has it")
+    for name, value, unset in (
+        ("timestamps", config.timestamps, False),
+        ("long_form", config.long_form, "chunked"),
+        ("temperature", config.temperature, 0.0),
+    ):
+        check(attends or value == unset, name, rule, value, "only the attention decoder has it")
     if answers:
         heads = "the attention decoder, CTC and transducers"
         check(config.nbest is None, "nbest", rule, config.nbest, f"lists are those of {heads}")

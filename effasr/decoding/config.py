@@ -16,6 +16,7 @@ SEARCH = (
     *("lm", "lm_unit", "lm_weight"),
 )
 BOOST = "boost", "boost_weight"
+LONG_FORM = "long_form", "previous_text"
 SECOND_PASS = "second_lm", "second_lm_weight", "second_word_bonus"
 CORRECTOR = "corrector", "corrector_margin", "corrector_source"
 
@@ -114,6 +115,13 @@ class DecodingConfig:
         timestamps: Divide the text into segments by Whisper's tokens of times such as <|2.40|>.
             With ``words``, a segment has the times of its words. See
             `effasr.decoding.timestamps.TimestampRules`.
+        long_form: Decode recordings in chunks between pauses (chunked, the default), or as Whisper
+            does: in windows that begin where the last time in the text of the one before is
+            (sequential). Segments have ``timestamps`` then. A text that repeats itself or is
+            unlikely is drawn again with temperatures, unless ``fallback`` is false. See
+            `effasr.transcription.sequential`.
+        previous_text: Let the decoder read the text of the windows before, with ``long_form``
+            sequential (the default), but none that was drawn with a temperature above 0.5.
         temperature: Draws tokens of the attention decoder, with a beam of 1; 0 for the best ones.
         seed: Of what is drawn.
         confidence: Whether to compute the confidence of each transcript: see
@@ -162,6 +170,10 @@ class DecodingConfig:
     corrector_source: str | None = field(default=None, metadata={"metavar": "NAME"})
     words: bool | None = False
     timestamps: bool = False
+    long_form: Literal["chunked", "sequential"] = field(
+        default="chunked", metadata={"metavar": "FORM"}
+    )
+    previous_text: bool = True
     temperature: float = 0.0
     seed: int = 0
     confidence: bool = False
@@ -214,12 +226,13 @@ class DecodingConfig:
         self._check_readers_of_lists()
         rule, heat = "be 0 with a beam, and at least 0", self.temperature
         check(heat == 0 or (self.beam == 1 and 0 < heat < math.inf), "temperature", rule, heat)
-        rule = "be left out with `timestamps`"
+        name = "timestamps" if self.timestamps else "long_form"
+        rule = f"be left out with `{name}`"
         for name, remedy in (("lm", "it has no tokens of times"), ("ctc_weight", "CTC has none")):
-            left_out = not self.timestamps or not getattr(self, name)
+            left_out = not self.has_times or not getattr(self, name)
             check(left_out, name, rule, getattr(self, name), remedy)
         remedy = "no list is one of segments"
-        listed = self.timestamps and (self.nbest or 0) > 1
+        listed = self.has_times and (self.nbest or 0) > 1
         check(not listed, "nbest", rule, self.nbest, remedy)
         rule, per_frame = "be at least 0", self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", rule, per_frame)
@@ -282,6 +295,11 @@ class DecodingConfig:
         return self.words is not False
 
     @property
+    def has_times(self) -> bool:
+        """Whether texts are divided by tokens of times."""
+        return self.timestamps or self.long_form == "sequential"
+
+    @property
     def effective_boost_weight(self) -> float:
         return BOOST_WEIGHT if self.boost_weight is None else self.boost_weight
 
@@ -289,7 +307,7 @@ class DecodingConfig:
     def is_plain_greedy(self) -> bool:
         """Whether the attention decoder alone takes the best token of each step."""
         alone = self.ctc_weight == 0 and self.lm is None and self.boost is None
-        plain = self.no_repeat_ngram is None and not self.timestamps and not self.temperature
+        plain = self.no_repeat_ngram is None and not self.has_times and not self.temperature
         return self.beam == 1 and alone and plain
 
     def max_tokens(self, frames: int) -> int:

@@ -64,7 +64,7 @@ def decode(
             for prompt, frames in zip(prompts, batch.frames.lengths, strict=False)
         ]
         decoded = _attention(model, tokenizer, encoded, prompts, limits, config, lm, boost)
-        if config.timestamps:
+        if config.has_times:
             stamps = timestamp_rules(model, tokenizer).tokens
             decoded = [with_parts_of_time(result, stamps) for result in decoded]
             prompts = [without_context(prompt, stamps) for prompt in prompts]
@@ -176,7 +176,7 @@ def _attention(
     if config.is_plain_greedy and lm is None and boost is None:
         return attention_greedy(model, encoded, prompts, limits, eos_id, classes)
     rules = None
-    if config.timestamps:
+    if config.has_times:
         rules, classes = timestamp_rules(model, tokenizer), model.vocab_size
         # Without the token for none, times are written.
         prompts = [[t for t in prompt if t != rules.tokens.without] for prompt in prompts]

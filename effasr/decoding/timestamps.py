@@ -57,8 +57,8 @@ def timestamp_rules(model: ASRModel, tokenizer: Tokenizer) -> TimestampRules:
     stamps = tokenizer.timestamps if isinstance(tokenizer, WhisperTokenizer) else None
     if stamps is None or model.config.decoder is None or model.vocab_size <= stamps.first:
         raise ValueError(
-            "`timestamps` must be false for a model that has no tokens of times such as <|0.00|>, "
-            "but is True: `--words` finds the times of words with any model."
+            "`timestamps` must be false, and `long_form` chunked, for a model that has no tokens "
+            "of times such as <|0.00|>: `--words` finds the times of words with any model."
         )
     return TimestampRules(stamps, tokenizer.eos_id, model.config.decoder.max_initial_timestamp)
 

@@ -63,6 +63,7 @@ from effasr.transcription.results import (
 )
 from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass
+from effasr.transcription.sequential import SequentialBatches, windows
 from effasr.transcription.word_timestamps import Word, count_words, word_timestamps
 
 _WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length
@@ -93,7 +94,7 @@ class Recognizer:
         self._detectors = Detectors(config.vad, self.sample_rate)
         self.vad = self._detectors.name
         self.method = check_config(model, self.config)
-        if self.config.timestamps:
+        if self.config.has_times:
             timestamp_rules(model, tokenizer)
         # The confidence decides with `no_speech`, too.
         judged = self.config.confidence or self.config.no_speech is not None
@@ -224,10 +225,13 @@ class Recognizer:
         on_audio: Callable[[float], None] | None,
         interruption: Interruption,
     ) -> Iterator[Result]:
-        decoder = self._batch_decoder()
         # Streamed speech comes in many calls, each too short to justify packing all weights.
         if self._cpu_weights is None or not self._cpu_weights.is_current:
             self._cpu_weights = OneDNNWeights(self.model)
+        if self._is_sequential:
+            yield from self._sequential_results(requests, on_audio, interruption)
+            return
+        decoder = self._batch_decoder()
         enough = _WINDOW_BATCHES * self.config.frame_budget
         window: list[Piece] = []
         frames = 0
@@ -251,11 +255,56 @@ class Recognizer:
         self._decode_batch(decoder, [], on_audio)
         yield from take_finished(unfinished)
 
+    def _sequential_results(
+        self,
+        requests: Iterable[Request],
+        on_audio: Callable[[float], None] | None,
+        interruption: Interruption,
+    ) -> Iterator[Result]:
+        """Decode a window of each of some recordings at a time."""
+        decoder = SequentialBatches(
+            self.model,
+            self.tokenizer,
+            self._search,
+            self._boost,
+            self._collated,
+            self.sample_rate,
+        )
+        longest = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate))
+        most = max(1, min(self.config.max_sequences, self.config.frame_budget // longest))
+        opened = prefetch(self._begin, requests, workers=self.config.workers)
+        unfinished: deque[OpenRecording] = deque()
+        pieces: list[Piece] = []
+        while not interruption.requested:
+            for recording in islice(opened, most - len(pieces)):
+                unfinished.append(recording)
+                recording.pieces, recording.read = recording.first, not recording.first
+                pieces += recording.first
+            if not pieces:
+                break
+            self._decode_window(decoder, pieces, on_audio)
+            following = []
+            for recording in [piece.recording for piece in pieces]:
+                piece = next(recording.coming, None) if recording.failure is None else None
+                recording.read = piece is None
+                following += [] if piece is None else [piece]
+            for piece in following:
+                piece.recording.pieces.append(piece)
+            pieces = following
+            yield from take_finished(unfinished)
+        yield from take_finished(unfinished)
+        yield from take_interrupted(unfinished)
+
+    @property
+    def _is_sequential(self) -> bool:
+        return self.config.long_form == "sequential"
+
     def _begin(self, request: Request) -> OpenRecording:
         """Open a recording and read its first chunks, which are all that most have."""
         recording = OpenRecording(request, self.sample_rate, self.vad)
         recording.coming = self._pieces(recording)
-        recording.first = list(islice(recording.coming, FIRST_CHUNKS))
+        count = 1 if self._is_sequential else FIRST_CHUNKS
+        recording.first = list(islice(recording.coming, count))
         return recording
 
     def _pieces(self, recording: OpenRecording) -> Iterator[Piece]:
@@ -269,7 +318,8 @@ class Recognizer:
             else:
                 _check(audio)
                 blocks, total = [audio], len(audio)
-            for chunk, samples in self._chunks(recording.measuring(blocks), total, detector):
+            measured = recording.measuring(blocks)
+            for chunk, samples in self._chunks(recording, measured, total, detector):
                 missing = max(0, self._frame_samples - len(samples))
                 samples = np.pad(samples, (0, missing)) if missing else samples
                 yield Piece(recording, chunk, samples, self._features.encoder_frames(len(samples)))
@@ -283,9 +333,15 @@ class Recognizer:
             self._detectors.give_back(detector)
 
     def _chunks(
-        self, blocks: Iterable[np.ndarray], total: int | None, detector: Detector
+        self,
+        recording: OpenRecording,
+        blocks: Iterable[np.ndarray],
+        total: int | None,
+        detector: Detector,
     ) -> Iterator[tuple[Chunk, np.ndarray]]:
         rate, longest, gap = self.sample_rate, self._longest_chunk(), self.config.gap_seconds
+        if self._is_sequential:
+            return windows(blocks, rate, detector, longest, gap, lambda: recording.advance)
         search = min(self.config.search_seconds, longest / 2)
         trained = self.model.durations if self.config.chunk_seconds is None else None
         packed = longest if trained is None else min(longest, trained.typical)
@@ -405,7 +461,7 @@ class Recognizer:
 
     def _fallback(self, piece: Piece) -> DecodingConfig | None:
         config = self._search
-        if self.method != "attention" or not config.fallback:
+        if self.method != "attention" or not config.fallback or self._is_sequential:
             return None
         if self.model.config.ctc and piece.recording.request.prompt.monotonic:
             return DecodingConfig(

@@ -94,6 +94,10 @@ class OpenRecording:
     first: list[Piece] = field(default_factory=list)  # chunks that were read ahead
     coming: Iterator[Piece] = field(default_factory=lambda: iter(()))  # the other chunks
     read: bool = False  # whether all chunks have been read
+    # Of sequential decoding: the tokens of earlier windows, and the samples of the last window
+    # after which the next one begins.
+    context: list[int] = field(default_factory=list)
+    advance: int = 0
 
     @property
     def finished(self) -> bool:

@@ -31,6 +31,7 @@ DECODING = [
     "--frame-budget N",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]
+LONG_FORM = ["--long-form {chunked,sequential}", "--previous-text --no-previous-text"]
 BOOST = ["--boost FILE", "--boost-weight W"]
 SECOND_PASS = ["--second-lm LM", "--second-lm-weight W", "--second-word-bonus B"]
 CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME"]
@@ -66,7 +67,7 @@ SURFACE = {
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
         *RUN, *AVERAGED, "--manifest MANIFEST!", *PROMPT, "--normalizer NORMALIZER",
-        "--output FOLDER", "--worst N", *DECODING, *BOOST, "--nbest N",
+        "--output FOLDER", "--worst N", *DECODING, *LONG_FORM, *BOOST, "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],
@@ -80,7 +81,8 @@ SURFACE = {
         "--channel N", "--per-channel", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--timestamps", "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
-        "--encoding {s16le,f32le}", "--latency S", *DECODING, *BOOST, "--nbest N",
+        "--encoding {s16le,f32le}", "--latency S", *DECODING, *LONG_FORM, *BOOST,
+        "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],

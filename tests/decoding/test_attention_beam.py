@@ -4,6 +4,7 @@ import torch
 from effasr.decoding import attention_beam as searched
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.continuous_batching.engine import attention_greedy
+from effasr.decoding.decode import next_token_scores
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import Decoder
 from effasr.nn.cache.paged import PagedCache
@@ -31,6 +32,27 @@ def test_a_beam_of_one_is_greedy_search(examples, model, tokenizer) -> None:
     assert {result.truncated for result in greedy} == {False, True}
     assert attention_beam(*arguments, beam=1) == greedy
     assert attention_beam(*arguments, beam=1, length_penalty=1.0) == greedy
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_tokens_are_drawn_with_their_probabilities(temperature, examples, model, tokenizer):
+    count, eos = 1000, tokenizer.eos_id
+    encoded = model.encode(batch_of(examples[:1] * count, tokenizer))
+    arguments = model, encoded, [examples[0].prompt] * count, [1] * count, eos
+    drawn = attention_beam(*arguments, beam=1, temperature=temperature, seed=3)
+    assert drawn == attention_beam(*arguments, beam=1, temperature=temperature, seed=3)
+    assert drawn != attention_beam(*arguments, beam=1, temperature=temperature, seed=4)
+    everything = range(model.vocab_size)
+    first = next_token_scores(model, batch_of(examples[:1], tokenizer), 0, everything)
+    assert first.exp().sum() == pytest.approx(1.0)
+    state = model.start_decoding(encoded, 9, [examples[0].prompt[:-1]] * count)
+    last = torch.tensor([examples[0].prompt[-1]] * count)
+    expected = (model.logits(model.decode_step(last, state))[0] / temperature).softmax(-1)
+    tokens = [result.tokens[0] if result.tokens else eos for result in drawn]
+    seen = torch.bincount(torch.tensor(tokens), minlength=len(expected)) / count
+    # Four standard deviations.
+    assert ((seen - expected).abs() <= 4 * (expected / count).sqrt() + 1e-3).all()
 
 
 def test_utterances_leave_when_they_are_done(examples, model, tokenizer, monkeypatch) -> None:

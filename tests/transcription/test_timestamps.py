@@ -1,6 +1,7 @@
 """Segments by the tokens of times of a Whisper, whose decoding tests/interop compares."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.timestamps import with_parts_of_time
+from effasr.transcription import sequential
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.transcribe import Waveform, transcribe
 from tests.support.recognition import RATE
 
+approx = pytest.approx
 whisper = pytest.importorskip("tests.interop.whisper")
 
 
@@ -70,6 +73,103 @@ def test_segments_have_the_times_of_tokens_or_of_words(timed, waves, monkeypatch
     assert max(len(result.segments) for result in plain) > 2
 
 
+@pytest.fixture
+def accepting(monkeypatch):
+    """Accept every text, so that none is drawn again."""
+    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", -math.inf)
+    monkeypatch.setattr(sequential, "_MOST_COMPRESSION", math.inf)
+
+
+@pytest.mark.parametrize("previous_text", [False, True])
+def test_windows_go_on_where_transformers_do(previous_text, timed, accepting):
+    """The segments of recordings of several windows, and their times, are those of `generate`."""
+    folder, loaded = timed.parent / "source", load_model(timed)
+    theirs = whisper.transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    extractor = whisper.transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    settings, stamps = theirs.generation_config, loaded.tokenizer.timestamps
+    settings.no_timestamps_token_id, settings.is_multilingual = stamps.without, True
+    settings.prev_sot_token_id = stamps.previous
+    settings.lang_to_id = {"<|de|>": loaded.tokenizer.prompt(Prompt("de", "de"))[1]}
+    settings.task_to_id = {"transcribe": loaded.tokenizer.prompt(Prompt("de", "de"))[2]}
+    draw = np.random.default_rng(0)
+    waves = [
+        Waveform(str(n), (0.1 * draw.standard_normal(RATE * n)).astype("f4"), RATE)
+        for n in (5, 9, 7)
+    ]
+    config = DecodingConfig(long_form="sequential", previous_text=previous_text, gap_seconds=None)
+    parts = loaded.model, loaded.tokenizer, waves
+    results = list(transcribe(*parts, prompt=Prompt("de", "de"), config=config))
+    for wave, result in zip(waves, results, strict=True):
+        features = extractor(
+            wave.samples, sampling_rate=RATE, return_tensors="pt", truncation=False
+        )
+        expected = theirs.generate(
+            features.input_features, return_timestamps=True, return_segments=True, language="de",
+            condition_on_prev_tokens=previous_text,
+        )["segments"][0]  # fmt: skip
+        texts = [(s["start"].item(), s["end"].item(), s["tokens"].tolist()) for s in expected]
+        texts = [
+            (start, end, loaded.tokenizer.decode(t for t in tokens if t < stamps.start))
+            for start, end, tokens in texts
+        ]
+        # transformers continues the last window otherwise than it does a recording.
+        until = result.duration - whisper.SECONDS
+        expected = [(*map(approx, item[:2]), item[2]) for item in texts if item[1] <= until]
+        shown = [(s.start, s.end, s.text) for s in result.segments]
+        assert len(expected) >= 3
+        assert shown[: len(expected)] == expected
+
+
+def test_what_is_not_accepted_is_drawn_again(timed, waves, monkeypatch):
+    loaded, drawn = load_model(timed), []
+    draw = sequential.SequentialBatches._drawn
+
+    def record(batches, piece, prompt, temperature):
+        drawn.append((piece.recording, temperature, draw(batches, piece, prompt, temperature)))
+        return drawn[-1][-1]
+
+    def texts(**options):
+        config = DecodingConfig(long_form="sequential", vad="loudness", **options)
+        parts = loaded.model, loaded.tokenizer, waves
+        return [r.text for r in transcribe(*parts, prompt=Prompt("de", "de"), config=config)]
+
+    monkeypatch.setattr(sequential.SequentialBatches, "_drawn", record)
+    monkeypatch.setattr(sequential, "_NO_SPEECH", 1.0)
+    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", -math.inf)
+    greedy = texts()
+    assert not drawn
+    # No text is likely enough: the likeliest stays, whatever the temperature.
+    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", 1.0)
+    again = texts()
+    assert [heat for _, heat, _ in drawn] == [0.2, 0.4, 0.6, 0.8, 1.0] * len(waves)
+    assert all(recording.context == [] for recording, *_ in drawn)
+    likely = [sequential.mean_log_prob(result) for *_, result in drawn]
+    assert len({result.tokens for *_, result in drawn}) > 2 * len(waves)
+    assert any(old != new for old, new in zip(greedy, again, strict=True)) or max(likely) < 0
+    assert texts(fallback=False) == greedy
+    # Nor is any accepted that repeats itself.
+    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", -math.inf)
+    monkeypatch.setattr(sequential, "_MOST_COMPRESSION", 0.0)
+    drawn.clear()
+    assert texts()
+    assert len(drawn) == 5 * len(waves)
+    # What is unlikely may be no speech.
+    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", 1.0)
+    monkeypatch.setattr(sequential, "_NO_SPEECH", -1.0)
+    assert texts() == [""] * len(waves)
+
+
+def test_silence_before_speech_is_skipped(timed, noise):
+    loaded = load_model(timed)
+    silence, speech = np.zeros(3 * RATE, np.float32), noise(1.0)
+    wave = Waveform("a", np.concatenate([silence, speech, silence]), RATE)
+    config = DecodingConfig(long_form="sequential", vad="loudness", fallback=False, gap_seconds=0.5)
+    parts = loaded.model, loaded.tokenizer, [wave]
+    (result,) = transcribe(*parts, prompt=Prompt("de", "de"), config=config)
+    assert result.segments
+    assert all(2.8 <= s.start <= s.end <= 5.5 for s in result.segments)
+
+
 @pytest.mark.parametrize(
     ("tokens", "text", "parts"),
     [
@@ -101,5 +201,13 @@ def test_the_command_and_models_without_times(timed, saved, waves, tmp_path, cap
     assert [s["start"] for s in segments] == sorted(s["start"] for s in segments)
     assert main([*line, str(timed), "--format", "srt"]) == 0
     assert "-->" in capsys.readouterr().out
-    assert main([*line, str(saved)]) == 2
-    assert "`timestamps` must be false for a model that has no tokens" in capsys.readouterr().err
+    long = ["--long-form", "sequential", "--no-fallback"]
+    assert main([*line, str(timed), *long, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["segments"]
+    for options, message in (
+        ([str(saved)], "`timestamps` must be false, and `long_form` chunked, for a model that has"),
+        ([str(saved), "--long-form", "sequential", "--method", "ctc"], "`timestamps` must be"),
+        ([str(timed), "--long-form", "sequential", "--stream"], "`--long-form` must be chunked"),
+    ):
+        assert main([*line, *options]) == 2
+        assert message in capsys.readouterr().err

@@ -18,7 +18,7 @@ _WINDOW_HOPS = 20
 # Least pause at which speech is cut that is longer than a chunk: 0.3 s, of which detectors, which
 # average over 50 ms, may take the ends for speech.
 _PAUSE_SECONDS = 0.2
-_MARGIN_SECONDS = 0.1  # background that stays before and after speech
+MARGIN_SECONDS = 0.1  # background that stays before and after speech
 # Ends this quiet, and as far below the loudest of a chunk, are no background of speech: recordings
 # were joined, gated or decoded from a codec. Models that were trained without take them for sounds.
 _DIGITAL_DB, _BELOW_PEAK_DB = -80.0, 50.0
@@ -56,7 +56,7 @@ def cut_at_pauses(
     """
     _check(chunk_seconds, search_seconds)
     longest, search = int(chunk_seconds * sample_rate), int(search_seconds * sample_rate)
-    ahead = _Ahead(blocks)
+    ahead = Ahead(blocks)
     start, sight = 0, longest if total is not None else 2 * longest
     # The energy window extends by half its length beyond the latest position of a cut.
     margin = (_WINDOW_HOPS // 2 + 1) * hop_samples(sample_rate)
@@ -97,7 +97,7 @@ def trimmed(
     chunks: Iterable[tuple[Chunk, np.ndarray]], sample_rate: int, detect: Detector
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
     """Trim both ends of chunks to speech and a margin; chunks without speech stay whole."""
-    hop, margin = hop_samples(sample_rate), round(_MARGIN_SECONDS / HOP_SECONDS)
+    hop, margin = hop_samples(sample_rate), round(MARGIN_SECONDS / HOP_SECONDS)
     for chunk, samples in chunks:
         speech = detect(samples)
         places = np.flatnonzero(speech)
@@ -141,7 +141,7 @@ def speech_chunks(
     is silent. One whose speech is as short as a chunk may be is cut only at gaps.
     """
     _check(chunk_seconds, search_seconds)
-    hop, ahead = hop_samples(sample_rate), _Ahead(blocks)
+    hop, ahead = hop_samples(sample_rate), Ahead(blocks)
     window = round(_DETECTION_SECONDS / HOP_SECONDS) * hop
     gap = round(gap_seconds / HOP_SECONDS)
     packed = min(packed_seconds, chunk_seconds)
@@ -183,7 +183,7 @@ class _Held:
         self._search = int(search_seconds * sample_rate)
         self._gap = gap
         self._pause = min(gap, round(_PAUSE_SECONDS / HOP_SECONDS))
-        self._margin = min(round(_MARGIN_SECONDS / HOP_SECONDS), self._pause // 2)
+        self._margin = min(round(MARGIN_SECONDS / HOP_SECONDS), self._pause // 2)
         self._start = 0
         self._samples, self._speech = np.zeros(0, np.float32), np.zeros(0, dtype=bool)
 
@@ -242,7 +242,7 @@ class _Held:
         return first
 
 
-class _Ahead:
+class Ahead:
     """The part of a recording that has been read and not yet cut off."""
 
     def __init__(self, blocks: Iterable[np.ndarray]) -> None:
