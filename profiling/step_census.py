@@ -1,6 +1,7 @@
 """Count launches, bytes and FLOPs of a training step, without a GPU.
 
     python profiling/step_census.py [--model canary_180m_flash] [--frame-budget 8448] [--json]
+                                    [model.residual_in_fp32=false ...]
     python profiling/step_census.py --check             compare with the baseline
     python profiling/step_census.py --update-baseline   write results/step_census.json
 
@@ -38,8 +39,8 @@ _BUDGET, _MOST_GROWTH = 8_448, 0.05
 _MODELS = ("canary_180m_flash", "canary_1b_flash")
 
 
-def census(model: str, frame_budget: int) -> dict[str, Any]:
-    return summarize(record(model, frame_budget), model)
+def census(model: str, frame_budget: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    return summarize(record(model, frame_budget, overrides), model)
 
 
 def update_baseline(path: Path) -> None:
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "overrides", nargs="*", help="fields of the recipe, such as model.residual_in_fp32=false"
+    )
     parser.add_argument("--model", help=f"an architecture of effasr.model.presets, or {SPEECH_LLM}")
     parser.add_argument("--frame-budget", type=int, help="frames of the micro-batch")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -70,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _gate(parser, options)
     try:
         budget = _BUDGET if options.frame_budget is None else options.frame_budget
-        summary = census(options.model or _MODELS[0], budget)
+        summary = census(options.model or _MODELS[0], budget, options.overrides)
     except ValueError as error:
         sys.stderr.write(f"step_census: {error}\n")
         return 2
@@ -80,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _gate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     unread = {"--frame-budget": options.frame_budget, "--json": options.json or None}
+    unread |= {x: x for x in options.overrides}
     unread |= {"--model": options.model} if options.update_baseline else {}
     if unusable := [name for name, value in unread.items() if value is not None]:
         parser.error(

@@ -32,8 +32,9 @@ class ModelConfig:
         language_model: A causal language model that reads the encoder's output within
             conversations; null for none. It is then the only output.
         residual_in_fp32: Whether the sums of the outputs of a stack's modules (the residual stream)
-            are float32 where a GPU trains in bfloat16 or float16, as under PyTorch's autocast; else
-            they are rounded to the narrow dtype after each addition.
+            are float32 where matrix products are not (``training.precision``), as under PyTorch's
+            autocast; else they are rounded to the narrow dtype after each addition, which moves 18
+            bytes and not 28 for each element of the stream.
         best_rq: Pretraining of the encoder on audio alone, in place of all outputs; null for none.
     """
 

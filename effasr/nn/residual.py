@@ -29,10 +29,9 @@ def is_fused(x: Tensor) -> bool:
 
 
 def residual_stream(x: Tensor, *, in_fp32: bool) -> Tensor:
-    """Return a stack's input in its stream's dtype: that of ``x`` on a CPU or without autocast."""
-    # x: (T, width)
+    """Return a stack's input, (T, width), in its stream's dtype: that of ``x`` without autocast."""
     kind = x.device.type
-    if not is_fused(x) or not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.float32 if in_fp32 else torch.get_autocast_dtype(kind))
 

@@ -40,6 +40,7 @@ from effasr.training.step import StepConfig, TrainState, run_micro_batch
 from effasr.training.step_stats import HostCopy, StepCosts
 from effasr.training.strategies.parallelism import (
     SynchronousStrategy,
+    check_residual_stream,
     distribute,
     has_weight_copies,
     is_bfloat16,
@@ -155,6 +156,7 @@ def build_train_state(
             device=context.device,
             copy=HostCopy,
         )
+    check_residual_stream(config, context.device)
     weights = None
     if has_weight_copies(config, context):
         # AdaScale has a hook for every gradient, ddp one for the last micro-batch alone.

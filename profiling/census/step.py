@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +35,7 @@ class Recorded:
     parameters: int
 
 
-def record(model: str, frame_budget: int) -> Recorded:
+def record(model: str, frame_budget: int, overrides: Sequence[str] = ()) -> Recorded:
     """Record a step of one micro-batch: forward, backward and update, with dropout.
 
     The second step of a run is recorded, so that cached tables and optimizer moments exist.
@@ -45,12 +46,14 @@ def record(model: str, frame_budget: int) -> Recorded:
     if frame_budget < 1:
         raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
     if model == speech_llm.NAME:
+        if overrides:
+            raise ValueError(f"`overrides` must be of a preset, but are {', '.join(overrides)}.")
         config = speech_llm.configured(frame_budget)
         batch = speech_llm.conversation_batch(config, frame_budget)
         network = speech_llm.network(config)
         frame_budget = batch.frames.rows
     else:
-        config, network = _of_preset(model, frame_budget)
+        config, network = _of_preset(model, frame_budget, overrides)
         batch = planned_batch(config, frame_budget, PRESET_VOCABULARIES[model])
     if any(frame_budget in x.shape for x in network.parameters()):
         raise ValueError(
@@ -71,11 +74,14 @@ def record(model: str, frame_budget: int) -> Recorded:
     return Recorded(config, batch, recorders[-1].entries, parameters)
 
 
-def _of_preset(model: str, frame_budget: int) -> tuple[TrainConfig, ASRModel]:
+def _of_preset(
+    model: str, frame_budget: int, changes: Sequence[str]
+) -> tuple[TrainConfig, ASRModel]:
     overrides = [
         f"data.frame_budget={frame_budget}",
         "training.precision=bfloat16",
         "init_from=null",
+        *changes,
     ]
     config = configuration.load(TrainConfig, model, overrides)
     with torch.device("meta"):

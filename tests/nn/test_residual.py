@@ -193,9 +193,10 @@ def test_kernels_are_compiled_once_for_all_seeds():
     assert len({int(seed) for seed in seeds}) == 5
 
 
+@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("in_fp32", [True, False])
-def test_the_stream_has_the_chosen_dtype(in_fp32, join):
-    join(True)
+def test_the_stream_has_the_chosen_dtype(in_fp32, joined, join):
+    join(joined)
     layer = _made("transformer").float()
     x = torch.randn(LAYOUT.rows, WIDTH)
     assert residual.residual_stream(x, in_fp32=in_fp32) is x

@@ -155,7 +155,7 @@ def test_the_recording_has_inputs_of_its_own(make_train_state, batches):
     assert all(map(torch.equal, before, batches[0].tensors()))
 
 
-def test_error_messages(make_train_state, batches):
+def test_error_messages(make_train_state, batches, model_config):
     model, train_state = make_train_state()
     train_state = graphed(model, train_state)
     train_step(train_state, batches[:1], 0)
@@ -171,6 +171,9 @@ def test_error_messages(make_train_state, batches):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             make_train_state(training=LoopConfig(**loop))
+    narrow = replace(model_config, residual_in_fp32=False)
+    with pytest.raises(ValueError, match=r"`model\.residual_in_fp32` must be true .*=bfloat16\."):
+        make_train_state(model=narrow)
     # The default is autocast on a CPU.
     assert make_train_state(training=LoopConfig(precision="bfloat16"))[1].weights is None
 

@@ -84,6 +84,17 @@ def has_weight_copies(config: TrainConfig, context: DistributedContext) -> bool:
     return settings.bfloat16_weights
 
 
+def check_residual_stream(config: TrainConfig, device: torch.device) -> None:
+    """Refuse a narrow residual stream where nothing is narrower than float32."""
+    precision = config.training.precision
+    if not config.model.residual_in_fp32 and not is_bfloat16(precision, device):
+        raise ValueError(
+            "`model.residual_in_fp32` must be true where matrix products are in float32, but is "
+            f"false with training.precision {precision} on {device.type}: leave it out, or set "
+            "training.precision=bfloat16."
+        )
+
+
 def reason_for_autocast(config: TrainConfig, device: torch.device, size: int) -> str | None:
     """Return why ``bfloat16_weights: auto`` leaves casts to autocast on ``size`` ranks, or None."""
     settings = config.training
