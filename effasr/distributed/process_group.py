@@ -99,6 +99,12 @@ class DistributedContext:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def all_gather_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensors (S,) of all ranks one after another; the host does not wait."""
+        gathered = tensor.new_empty(self.size * len(tensor))
+        dist.all_gather_into_tensor(gathered, tensor, group=self.group)
+        return gathered
+
     def all_gather(self, value: T) -> list[T]:
         """Return the values (any picklable object) of all ranks, in rank order, on every rank."""
         if self.size == 1:

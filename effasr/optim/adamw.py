@@ -58,11 +58,14 @@ def _kind(module: nn.Module, name: str) -> Exempt | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW, or LAMB.
+    """AdamW, LAMB, or Muon.
 
     Attributes:
         name: ``adamw``, or ``lamb`` for large batches, which scales an update to the norm of the
-            weights: see `build_lamb`. LAMB synchronizes with the device once a step.
+            weights: see `build_lamb`. LAMB synchronizes with the device once a step. ``muon``
+            orthogonalizes the momentum of the matrices in layers, with the learning rate and the
+            weight decay of AdamW, and is AdamW for all other weights; with ddp each rank
+            orthogonalizes its share, and fsdp2 is not supported.
         lr: Peak learning rate; the schedule multiplies it.
         lr_scaling: Rule for k times the reference batch: ``none`` keeps ``lr``; ``linear``
             multiplies it by k; ``sqrt``, the rule for Adam, by the square root of k.
@@ -72,6 +75,7 @@ class OptimizerConfig:
             ``training.max_steps`` and the schedule then count reference steps, of which a step is
             worth one or more, so that the run ends after fewer steps.
         betas: Decay of the first and second moments.
+        momentum: Decay of the momentum of ``muon``.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate; with ``lamb`` it is
             part of the update before that is scaled.
@@ -83,12 +87,13 @@ class OptimizerConfig:
             for LAMB apex where it can be used.
     """
 
-    name: Literal["adamw", "lamb"] = "adamw"
+    name: Literal["adamw", "lamb", "muon"] = "adamw"
     lr: float = 1e-3
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     lr_reference_micro_batches: int | None = None
     adascale: AdaScaleConfig | None = None
     betas: tuple[float, float] = (0.9, 0.98)
+    momentum: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.01
     exempt: tuple[Exempt, ...] = ("biases", "norms")
@@ -99,14 +104,17 @@ class OptimizerConfig:
         self._check_scaling()
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"`betas` must lie in [0, 1), but are {self.betas}.")
+        check(0 <= self.momentum < 1, "momentum", "lie in [0, 1)", self.momentum)
         check(self.eps > 0, "eps", "be positive", self.eps)
         check(self.weight_decay >= 0, "weight_decay", "be at least 0", self.weight_decay)
 
         rule = "be positive with name lamb, which leaves alone the length of updates without it"
         remedy = "set it, or use adamw"
         check(self.name != "lamb" or self.weight_decay, "weight_decay", rule, "0", remedy)
-        is_possible = self.name != "lamb" or self.implementation != "fused"
-        rule, remedy = "be auto, torch or apex with name lamb", "use auto, or adamw"
+        served = {"lamb": ("auto", "torch", "apex"), "muon": ("auto", "torch")}
+        choices = served.get(self.name, (self.implementation,))
+        rule = f"be one of {', '.join(choices)} with name {self.name}"
+        is_possible, remedy = self.implementation in choices, "use auto, or adamw"
         check(is_possible, "implementation", rule, self.implementation, remedy)
 
     def _check_scaling(self) -> None:

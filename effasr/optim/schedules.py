@@ -19,20 +19,25 @@ class ScheduleConfig:
             warm-up. ``noam``: the same, with ``optimizer.lr`` as the factor of the formula
             ``lr (width made) ** -0.5``, usually 0.5 to 5. ``constant``: stays at the peak.
             ``cosine``: falls to the floor at the last step, along half a cosine. ``flat_cosine``:
-            stays at the peak up to ``flat_fraction`` of all steps, then as ``cosine``.
+            stays at the peak up to ``flat_fraction`` of all steps, then as ``cosine``. ``wsd``:
+            stays at the peak, and falls linearly over the last ``decay_fraction`` of all steps.
         warmup_steps: Updates over which the rate rises linearly from zero to its peak.
-        steps: Steps after which ``cosine`` and ``flat_cosine`` are at their floor, where they
-            stay; null for the steps of the run.
+        steps: Steps after which ``cosine``, ``flat_cosine`` and ``wsd`` are at their floor, where
+            they stay; null for the steps of the run.
         width: The width in the formula of ``noam``; null for that of the encoder.
         flat_fraction: Share of these steps after which ``flat_cosine`` begins to fall.
+        decay_fraction: Share of these steps over which ``wsd`` falls.
         min_ratio: Floor of the learning rate as a fraction of the peak.
     """
 
-    name: Literal["inverse_sqrt", "noam", "constant", "cosine", "flat_cosine"] = "inverse_sqrt"
+    name: Literal["inverse_sqrt", "noam", "constant", "cosine", "flat_cosine", "wsd"] = (
+        "inverse_sqrt"
+    )
     warmup_steps: int = 2000
     steps: int | None = None
     width: int | None = None
     flat_fraction: float = 0.3
+    decay_fraction: float = 0.2
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
@@ -40,7 +45,7 @@ class ScheduleConfig:
         for name in ("steps", "width"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "be at least 1 or null", value)
-        for name in ("flat_fraction", "min_ratio"):
+        for name in ("flat_fraction", "decay_fraction", "min_ratio"):
             value = getattr(self, name)
             check(0 <= value <= 1, name, "lie between 0 and 1", value)
 
@@ -64,10 +69,13 @@ def learning_rate_ratio(config: ScheduleConfig, step: int, max_steps: int) -> fl
     begin, max_steps = config.warmup_steps, config.steps or max_steps
     if config.name == "flat_cosine":
         begin = max(begin, config.flat_fraction * max_steps)
+    elif config.name == "wsd":
+        begin = max(begin, (1 - config.decay_fraction) * max_steps)
     if made <= begin:
         return 1.0
     progress = min((made - begin) / max(max_steps - begin, 1), 1.0)
-    falling = 0.5 * (1 + math.cos(math.pi * progress))
+    is_linear = config.name == "wsd"
+    falling = 1 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_ratio + (1 - config.min_ratio) * falling
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from effasr.optim.adamw import build_adamw, build_lamb, parameter_groups
 from effasr.optim.adascale import AdaScale
 from effasr.optim.ema import WeightAverage
 from effasr.optim.fused_adamw import FusedAdamW
+from effasr.optim.muon import Muon, Share, muon_groups
 from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, relative_batch
 from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
@@ -129,8 +130,7 @@ def build_train_state(
     # The wrapper adds a prefix to parameter names, which checkpoints do not have.
     trained = model if isinstance(wrapped, DistributedDataParallel) else wrapped
     groups = parameter_groups(trained, config.optimizer.weight_decay, config.optimizer.exempt)
-    build_optimizer = build_lamb if config.optimizer.name == "lamb" else build_adamw
-    optimizer = build_optimizer(groups, config.optimizer, context.device)
+    optimizer = build_optimizer(trained, groups, config, context)
     statistics = running_statistics(trained)
     average, teacher = None, None
     if settings.ema_decay is not None:
@@ -200,6 +200,31 @@ def build_train_state(
     run = partial(run_micro_batch, state)
     graph = cuda_graph.MicroBatchGraph(run, context.device, parameters, buffers)
     return replace(state, graph=graph)
+
+
+def build_optimizer(
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    config: TrainConfig,
+    context: DistributedContext,
+) -> Optimizer:
+    settings = config.optimizer
+    if settings.name == "lamb":
+        return build_lamb(groups, settings, context.device)
+    if settings.name == "adamw":
+        return build_adamw(groups, settings, context.device)
+    share = Share()
+    # Other strategies have gradients of their own on each rank.
+    if context.size > 1 and config.training.strategy in ("ddp", "h_adpsgd"):
+        share = Share(context.rank, context.size, context.all_gather_tensor)
+    return Muon(
+        muon_groups(model, groups),
+        momentum=settings.momentum,
+        share=share,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
 
 
 def build_gauges(state: TrainState) -> dict[str, Gauge]:

@@ -214,7 +214,7 @@ def _check_kernels(config: TrainConfig, device: torch.device) -> None:
 
 def _check_warmup(config: TrainConfig) -> None:
     warmup, steps = config.schedule.warmup_steps, config.training.known_steps
-    if config.schedule.name in ("cosine", "flat_cosine"):
+    if config.schedule.name in _FALLING:
         steps = min(steps, config.schedule.steps or steps)
     if warmup > steps:
         log.warning(
@@ -226,6 +226,8 @@ def _check_warmup(config: TrainConfig) -> None:
 
 
 _GIVEN = ("is given", ())
+
+_FALLING = ("cosine", "flat_cosine", "wsd")
 
 _BUCKETED = ("bucketed", "sync_bucketed", "sync_bucketed_2d")
 
@@ -253,9 +255,11 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("optimizer.lr_reference_micro_batches", "optimizer.lr_scaling", ("is not", ("none",))),
     ("optimizer.lr_reference_micro_batches", "optimizer.adascale", _GIVEN),
     ("optimizer.exempt", "optimizer.weight_decay", _GIVEN),
-    ("schedule.steps", "schedule.name", ("is", ("cosine", "flat_cosine"))),
+    ("optimizer.momentum", "optimizer.name", ("is", ("muon",))),
+    ("schedule.steps", "schedule.name", ("is", _FALLING)),
     ("schedule.width", "schedule.name", ("is", ("noam",))),
     ("schedule.flat_fraction", "schedule.name", ("is", ("flat_cosine",))),
+    ("schedule.decay_fraction", "schedule.name", ("is", ("wsd",))),
     ("schedule.min_ratio", "schedule.name", ("is not", ("constant",))),
     ("training.patience", "data.validation", _GIVEN),
     ("training.freeze_steps", "training.freeze", _GIVEN),
@@ -492,6 +496,11 @@ def _check_strategy(config: TrainConfig) -> None:
         raise ValueError(
             "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "
             "implementations cannot compute norms of sharded parameters: use adamw, or ddp."
+        )
+    if config.optimizer.name == "muon":
+        raise ValueError(
+            "`optimizer.name` must not be muon with training.strategy fsdp2, because the momentum "
+            "of a matrix is orthogonalized as a whole, and each rank has a part: use adamw, or ddp."
         )
     rule = "be false or auto with training.strategy fsdp2, which casts the weights that it gathers"
     is_left = settings.bfloat16_weights is not True

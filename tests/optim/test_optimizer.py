@@ -4,6 +4,8 @@ import copy
 import importlib.util
 import math
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -24,6 +26,7 @@ from effasr.optim.adamw import (
     restore,
     set_learning_rate,
 )
+from effasr.optim.muon import Muon, Share, muon_groups
 from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio, peak_learning_rate
 
 needs_library = pytest.mark.skipif(
@@ -262,7 +265,12 @@ def test_a_run_moves_between_torch_and_apex(to_apex, initialized, capturable):
         (lambda: OptimizerConfig(lr=0.0), "`lr` must be positive, but is 0"),
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), "`betas` must lie in"),
         (lambda: OptimizerConfig(name="lamb", implementation="fused"),
-         "`implementation` must be auto, torch or apex with name lamb, but is fused"),
+         "`implementation` must be one of auto, torch, apex with name lamb, but is fused"),
+        (lambda: OptimizerConfig(name="muon", implementation="apex"),
+         "`implementation` must be one of auto, torch with name muon, but is apex"),
+        (lambda: OptimizerConfig(momentum=1.0), r"`momentum` must lie in \[0, 1\), but is 1"),
+        (lambda: muon_groups(nn.Linear(2, 2), []), "`optimizer.name` must not be muon here: no li"),
+        (lambda: ScheduleConfig(decay_fraction=1.5), "`decay_fraction` must lie between 0 and 1"),
         (lambda: OptimizerConfig(name="lamb", weight_decay=0.0),
          "`weight_decay` must be positive with name lamb"),
         (lambda: parameter_and_optimizer("lamb"),
@@ -339,6 +347,84 @@ def test_an_update_of_lamb_is_that_of_the_published_formula():
     assert (parameters[0] - torch.tensor(starts[0])).norm() > 10
 
 
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    stack = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8)) for _ in range(3))
+    return nn.ModuleDict({"layers": stack, "table": nn.Embedding(5, 8), "head": nn.Linear(8, 5)})
+
+
+def muon(model: nn.Module, share: Share | None = None) -> Muon:
+    groups = muon_groups(model, parameter_groups(model, 0.1, ("biases",)))
+    return Muon(groups, momentum=0.9, share=share, dtype=torch.bfloat16, lr=0.02, eps=1e-8)
+
+
+def train_muon(model: nn.Module, optimizer, finite=(True, True, True)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for good in finite:
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=generator) if good else torch.nan
+            parameter.grad = torch.zeros_like(parameter) + gradient
+        apply_update(optimizer, torch.tensor(good))
+    return [p.detach() for p in model.parameters()]
+
+
+def test_muon_is_that_of_torch_beside_adamw():
+    model, other = layers(), layers()
+    result = train_muon(model, muon(model))
+    matrices = [p for p in other["layers"].parameters() if p.ndim == 2]
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    peer = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings)
+    groups = parameter_groups(other, 0.1, ("biases",))
+    for group in groups:
+        group["params"] = [p for p in group["params"] if all(p is not x for x in matrices)]
+    adamw = torch.optim.AdamW(groups, lr=0.02)
+
+    class Both:
+        def step(self):
+            peer.step()
+            adamw.step()
+
+    expected = train_muon(other, Both())
+    for x, y in zip(result, expected, strict=True):
+        # Products of several matrices at once may round bfloat16 otherwise.
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-4)
+    assert [len(group["params"]) for group in muon(model).param_groups] == [6, 2, 7]
+
+
+def test_muon_skips_an_update_on_the_device():
+    results = []
+    for finite in ((True, False, True), (True, True)):
+        model = layers()
+        results.append(train_muon(model, muon(model), finite))
+    assert all(map(torch.equal, *results))
+
+
+def test_ranks_share_the_matrices_of_muon():
+    """Each orthogonalizes some, and gets those of the others: here from threads."""
+    expected_model = layers()
+    expected = train_muon(expected_model, muon(expected_model))
+    barrier, sent = threading.Barrier(4), {}
+
+    def rank(number: int) -> list[torch.Tensor]:
+        def gather(elements: torch.Tensor) -> torch.Tensor:
+            sent[number] = elements
+            barrier.wait()
+            result = torch.cat([sent[n] for n in range(4)])
+            barrier.wait()
+            return result
+
+        model = models[number]
+        return train_muon(model, muon(model, Share(number, 4, gather)))
+
+    models = [layers() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for weights in pool.map(rank, range(4)):
+            for x, y in zip(weights, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=2e-4)
+    # Two of six matrices of one size at most.
+    assert {len(elements) for elements in sent.values()} == {2 * 8 * 24}
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -382,7 +468,7 @@ def ratios(config: ScheduleConfig, steps: int) -> list[float]:
     return [learning_rate_ratio(config, step, steps) for step in range(steps)]
 
 
-@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine"])
+@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine", "wsd"])
 def test_warmup_is_linear_and_ends_at_the_peak(name):
     got = ratios(ScheduleConfig(name=name, warmup_steps=4), 100)
     assert got[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
@@ -413,7 +499,15 @@ def test_flat_cosine_is_flat_and_then_a_cosine():
     assert all(a >= b for a, b in pairwise(got[30:]))
 
 
-@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine"])
+def test_wsd_is_flat_and_then_linear():
+    config = ScheduleConfig(name="wsd", warmup_steps=2, decay_fraction=0.25, min_ratio=0.2)
+    got = ratios(config, 100)
+    assert got[1:75] == [1.0] * 74
+    assert got[75:] == pytest.approx([1 - 0.8 * n / 25 for n in range(1, 26)])
+    assert learning_rate_ratio(config, 150, 100) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine", "wsd"])
 def test_degenerate_lengths_stay_in_range(name):
     for warmup, steps in ((0, 1), (5, 5), (10, 3), (0, 2)):
         config = ScheduleConfig(name=name, warmup_steps=warmup)

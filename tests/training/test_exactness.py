@@ -24,6 +24,7 @@ from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.distributed import tensor_files
 from effasr.model.transducer import TransducerConfig
 from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.schedules import ScheduleConfig
 from effasr.training.config import DiagnosticsConfig, TeacherConfig, TrainConfig
 from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines
@@ -94,6 +95,8 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path):
 
 
 LAMB = OptimizerConfig(name="lamb", lr=0.01)
+MUON, FUSED = OptimizerConfig(name="muon"), OptimizerConfig(implementation="fused")
+WSD = ScheduleConfig(name="wsd", warmup_steps=1)
 EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
 PARTS = ("encoder.layers.*.conv", "decoder.embed_tokens")
 LSTM = TransducerConfig(width=12, joint=12, dropout=0.1)
@@ -112,6 +115,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixed": ("make_mixed", {}, {}),
     "diagnostics": ("make_config", {"validates": True, "diagnostics": EAGER}, {}),
     "lamb": ("make_config", {}, {"optimizer": LAMB}),
+    "muon": ("make_config", {}, {"optimizer": MUON, "schedule": WSD}),
+    "fused": ("make_config", {"ema_decay": 0.9}, {"optimizer": FUSED}),
     "random": ("make_config", {}, {"data": {"strategy": "random", "padded": True}}),
     "bucketed": ("make_config", {}, {"data": BUCKETED | {"padded": True}}),
     "lstm": ("make_config", {"validates": True}, {"model": {"transducer": LSTM}}),
@@ -120,7 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.representative(case=["text alone", "random"])
+@pytest.mark.representative(case=["text alone", "random", "muon"])
 def test_an_interrupted_run_ends_alike(case, request, model_config, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     maker, training, settings = CASES[case]

@@ -236,6 +236,8 @@ def test_every_field_of_a_recipe_has_an_effect(name):
         ("optimizer.lr_reference_micro_batches=4", "optimizer.lr_scaling=sqrt"),
         ("schedule.steps=9", "schedule.name=cosine"),
         ("schedule.flat_fraction=0.5", "schedule.name=flat_cosine"),
+        ("schedule.decay_fraction=0.5", "schedule.name=wsd"),
+        ("optimizer.momentum=0.9", "optimizer.name=muon"),
         ("training.patience=2", "data.validation=dev.jsonl"),
         ("training.ema_reference_micro_batches=2", "training.ema_decay=0.9"),
         ("training.gossip.period=3", "training.strategy=adpsgd"),

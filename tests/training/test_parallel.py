@@ -381,6 +381,12 @@ def untranscribed(number: int, *, reserved: int = 0) -> Batch:
 taught = partial(untranscribed, reserved=9)
 
 
+def muon(context: DistributedContext):
+    """Each rank orthogonalizes some of the matrices."""
+    optimizer = OptimizerConfig(name="muon", lr=1e-2, eps=1e-4)
+    alike(context, uneven_batch, quiet_config(optimizer, clip=0.5), strategies=("ddp",))
+
+
 def labels_and_codes(context: DistributedContext):
     """The same codes, masks, labels and counts as in one process."""
     alike(context, untranscribed, pretraining(), strategies=("ddp", "fsdp2"))
@@ -396,7 +402,7 @@ def compiled_pretraining(context: DistributedContext):
 @pytest.mark.parametrize(
     "functions",
     [
-        (strategies,),
+        (strategies, muon),
         (text, experts),
         (recomputed, partly_frozen_text),
         (compiled,),
@@ -408,7 +414,7 @@ def compiled_pretraining(context: DistributedContext):
     ],
     ids=lambda functions: functions[0].__name__,
 )
-@pytest.mark.representative(functions=(strategies,))
+@pytest.mark.representative(functions=(strategies, muon))
 def test_training_on_two_ranks_is_that_of_one_process(functions):
     if "language_model" in functions[0].__name__:
         pytest.importorskip("transformers")
@@ -502,6 +508,8 @@ ADASCALE = OptimizerConfig(adascale=AdaScaleConfig(scale=2.0))
          r"`data\.frame_budget` must be a number with training\.strategy fsdp2"),
         ({"training": FSDP2, "optimizer": OptimizerConfig(name="lamb")},
          r"`optimizer\.name` must not be lamb with training\.strategy fsdp2"),
+        ({"training": FSDP2, "optimizer": OptimizerConfig(name="muon")},
+         r"`optimizer\.name` must not be muon with training\.strategy fsdp2"),
         *(
             ({"training": {"strategy": strategy}, "optimizer": ADASCALE},
              r"`optimizer\.adascale` needs training\.strategy ddp")
