@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effasr.decoding.ctc_greedy import ctc_log_probs
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.hypothesis import NBest
+from effasr.decoding.hypothesis import Batched, NBest
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.suppression import FORBIDDEN, Suppression
@@ -235,7 +235,7 @@ def attention_beam(
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class Coverage(Batched):
     """Attention of K hypotheses of N utterances to each frame.
 
     A frame is covered once the tokens of a hypothesis, its end included, have attended to it with
@@ -273,9 +273,6 @@ class Coverage:
         """Continue with these parents, int64 (N, K)."""
         index = parent[..., None].expand_as(self.attended)
         return replace(self, attended=self.attended.gather(1, index))
-
-    def keep(self, index: Tensor) -> Coverage:
-        return Coverage(self.frames[index], self.attended[index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from effasr.decoding.ctc_greedy import ctc_log_probs
-from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.hypothesis import Batched, Hypothesis, NBest, mapped
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenLM
 from effasr.decoding.streams import BeamStreams, OpenTranscript, keep_consistent, opened
@@ -72,9 +71,8 @@ class CTCBeamStreams(BeamStreams):
     def __init__(
         self, model: ASRModel, slots: int, beam: int, nbest: int, fusion: Fusion | None = None
     ):
-        super().__init__(slots, beam, nbest)
+        super().__init__(model, slots, beam, nbest)
         self._model, self._fusion = model, fusion
-        self._device = next(model.parameters()).device
         with torch.inference_mode():
             self._prefixes = Prefixes.begin(slots, beam, self._device, with_frames=True)
 
@@ -135,9 +133,6 @@ class CTCBeamStreams(BeamStreams):
     def _put(self, slots: Sequence[int], part: Prefixes) -> None:
         self._prefixes = self._prefixes.put(self._index(slots), part)
 
-    def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(slots, device=self._device)
-
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
@@ -178,7 +173,7 @@ class Fusion:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
+class Prefixes(Batched):
     """K different prefixes of each of N utterances; one with a score of -inf is an empty place."""
 
     # Log-probabilities, float64 (N, K):
@@ -204,14 +199,11 @@ class Prefixes:
         zeros = torch.zeros_like(none)
         return cls(blank, none, zeros, counts, empty, frames, before, counts.clone())
 
-    def keep(self, index: Tensor | slice) -> Prefixes:
-        return _mapped(lambda part: part[index], self)
-
     def put(self, index: Tensor, part: Prefixes) -> Prefixes:
         """Replace the prefixes of some utterances, int64 (M,)."""
         longest = max(self.labels.shape[2], part.labels.shape[2])
         whole, part = self._padded(longest), part._padded(longest)
-        return _mapped(lambda old, new: old.index_copy(0, index, new), whole, part)
+        return mapped(lambda old, new: old.index_copy(0, index, new), whole, part)
 
     def trimmed(self) -> Prefixes:
         """Return the same with no tokens in empty places, and no longer than the longest."""
@@ -377,14 +369,6 @@ class Prefixes:
             shortened = self.labels.scatter(2, before_last, -1)
             follows &= (shortened[:, :, None] == self.labels[:, None]).all(-1)
         return follows
-
-
-def _mapped(change: Callable[..., Tensor], *prefixes: Prefixes) -> Prefixes:
-    parts: dict[str, Any] = {}
-    for name in [field.name for field in fields(Prefixes)]:
-        tensors = [getattr(part, name) for part in prefixes]
-        parts[name] = None if tensors[0] is None else change(*tensors)
-    return Prefixes(**parts)
 
 
 def _appended(

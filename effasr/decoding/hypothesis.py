@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Batched:
+    """Base of dataclasses whose tensors, and those of what they hold, have rows of utterances."""
+
+    def keep(self, index: Tensor | slice) -> Self:
+        return mapped(lambda rows: rows[index], self)
+
+
+def mapped(change: Callable[..., Tensor], *several: T) -> T:
+    """Change all tensors of a dataclass, or combine those of several; None stays."""
+    first: Any = several[0]
+    result: Any = first
+    if isinstance(first, Tensor):
+        result = change(*several)
+    elif isinstance(first, tuple):
+        result = tuple(mapped(change, *parts) for parts in zip(*several, strict=True))
+    elif first is not None:
+        names = [field.name for field in fields(first)]
+        parts = {name: mapped(change, *(getattr(item, name) for item in several)) for name in names}
+        result = replace(first, **parts)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from effasr.decoding.hypothesis import Hypothesis
 
@@ -40,8 +40,9 @@ class BeamStreams(ABC):
     the score of a segment is its log-probability after the segments before it.
     """
 
-    def __init__(self, slots: int, beam: int, nbest: int = 1):
+    def __init__(self, model: nn.Module, slots: int, beam: int, nbest: int = 1):
         self.beam, self.nbest = beam, nbest
+        self._device = next(model.parameters()).device
         self._complete: list[list[Hypothesis] | None] = [None] * slots
         self._read = [0] * slots
 
@@ -104,6 +105,9 @@ class BeamStreams(ABC):
                 if _continues(hypothesis, final, since)
             ]
         return list(listed.values())
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(slots, device=self._device)
 
     @abstractmethod
     def _begin(self, slot: int) -> None: ...

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.hypothesis import Hypothesis, NBest, mapped
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.streams import OpenTranscript, keep_consistent, merged
 from effasr.decoding.transducer_hypotheses import (
@@ -17,7 +17,6 @@ from effasr.decoding.transducer_hypotheses import (
     TransducerStreamsBase,
     UtteranceFrames,
     likelier_frames,
-    mapped,
     merge_equal,
     new_lists,
     padded_equally,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.hypothesis import Batched, Hypothesis, NBest
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.streams import OpenTranscript, keep_consistent, opened
 from effasr.decoding.transducer_hypotheses import (
@@ -62,19 +62,11 @@ def transducer_beam(
 
 
 @dataclass(frozen=True, slots=True)
-class _BeamState:
+class _BeamState(Batched):
     utterances: UtteranceFrames
     best: Tensor  # (N, nbest), scores of the likeliest complete hypotheses, the best first
     at: Tensor  # int64 (N, K), the row of the next frame of each hypothesis
     hypotheses: Hypotheses
-
-    def keep(self, index: Tensor) -> _BeamState:
-        return _BeamState(
-            self.utterances.keep(index),
-            self.best[index],
-            self.at[index],
-            self.hypotheses.keep(index),
-        )
 
     def in_range(self) -> _BeamState:
         """Let empty places, which count for nothing, read a frame that exists."""

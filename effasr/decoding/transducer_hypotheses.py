@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from effasr.decoding.hypothesis import Hypothesis, NBest
+from effasr.decoding.hypothesis import Batched, Hypothesis, NBest, mapped
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.streams import BeamStreams
 from effasr.model.transducer import Transducer
@@ -22,7 +21,7 @@ NO_SCORE = -torch.inf  # of an empty place of the beam
 
 
 @dataclass(frozen=True, slots=True)
-class UtteranceFrames:
+class UtteranceFrames(Batched):
     """N utterances with at least one frame, int64 (N,) each."""
 
     names: Tensor  # number of each utterance in the batch
@@ -41,14 +40,9 @@ class UtteranceFrames:
     def __len__(self) -> int:
         return len(self.names)
 
-    def keep(self, index: Tensor) -> UtteranceFrames:
-        return UtteranceFrames(
-            self.names[index], self.begins[index], self.ends[index], self.limits[index]
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class Hypotheses:
+class Hypotheses(Batched):
     """K hypotheses of each of N utterances; one with a score of -inf is an empty place."""
 
     scores: Tensor  # (N, K), log-probabilities and bonuses of the labels
@@ -80,9 +74,6 @@ class Hypotheses:
             predicted=predicted.unflatten(0, shape),
             state=tuple(part.unflatten(0, shape) for part in state),
         )
-
-    def keep(self, index: Tensor) -> Hypotheses:
-        return mapped(lambda part: part[index], self)
 
     def pick(self, chosen: Tensor) -> Hypotheses:
         """Return some hypotheses of each utterance, int64 (N, K)."""
@@ -218,10 +209,9 @@ class TransducerStreamsBase(BeamStreams):
         limit: Callable[[int], int],
         boost: BoostTree | None = None,
     ):
-        super().__init__(slots, beam, nbest)
+        super().__init__(head, slots, beam, nbest)
         self._head, self._frames = head, UnreadFrames(head, slots, limit)
         self._boost = boost
-        self._device = next(head.parameters()).device
         with torch.inference_mode():
             self._prepare(slots)
 
@@ -232,9 +222,6 @@ class TransducerStreamsBase(BeamStreams):
     def _first(self, count: int) -> Hypotheses:
         return Hypotheses.begin(self._head, count, self.beam, with_frames=True)
 
-    def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(slots, device=self._device)
-
 
 def new_lists(encoded: PackedSequence, count: int, nbest: int) -> NBest:
     """Return the lists of a search, with the empty transcript for utterances without a frame."""
@@ -243,15 +230,6 @@ def new_lists(encoded: PackedSequence, count: int, nbest: int) -> NBest:
         if not frames:
             best.add(name, Hypothesis((), 0.0, 0.0))
     return best
-
-
-def mapped(change: Callable[..., Tensor], *several: Hypotheses) -> Hypotheses:
-    parts: dict[str, Any] = {}
-    for name in [field.name for field in fields(Hypotheses) if field.name != "state"]:
-        tensors = [getattr(hypotheses, name) for hypotheses in several]
-        parts[name] = None if tensors[0] is None else change(*tensors)
-    states = zip(*(hypotheses.state for hypotheses in several), strict=True)
-    return Hypotheses(**parts, state=tuple(change(*tensors) for tensors in states))
 
 
 def put(whole: Hypotheses, index: Tensor, part: Hypotheses) -> Hypotheses:
