@@ -231,15 +231,27 @@ def _patched(size: int, patches: tuple[tuple[int, bytes], ...]) -> tuple[Piece, 
     return tuple(piece for piece in (*pieces, range(position, size)) if len(piece))
 
 
-def _chunks(data: Bytes, start: int, order: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield name, start and length of each chunk as in RIFF and AIFF, two bytes aligned."""
+def _chunks(
+    data: Bytes, start: int, head: str = "<4sI", align: int = 2, *, with_head: bool = False
+) -> Iterator[tuple[bytes, int, int]]:
+    """Yield name, start and length of each chunk; ``with_head``: lengths count their heads."""
+    size = struct.calcsize(head)
     for _ in range(_MAX_CHUNKS):
-        head = data.at(start, 8)
-        if len(head) < 8:
+        content = data.at(start, size)
+        if len(content) < size:
             return
-        name, length = struct.unpack(f"{order}4sI", head)
-        yield name, start + 8, length
-        start += 8 + length + length % 2
+        name, length = struct.unpack(head, content)
+        start += size
+        yield name[:4], start, length - size * with_head
+        length = max(0, length - size * with_head)
+        start += length + -length % align
+
+
+def _without_chunks(data: Bytes, layout: Layout, end: int, head: int = 4) -> Layout:
+    """The layout of a file, where its audio ends; what follows may be chunks, with names."""
+    tail = data.at(end, head)
+    is_chunk = len(tail) < head or all(32 <= byte < 127 for byte in tail[:4])
+    return Layout() if layout.following and is_chunk else layout
 
 
 def _is_chunk(data: Bytes, start: int) -> bool:
@@ -256,7 +268,7 @@ def _wave(data: Bytes) -> Layout:
     large: int | None = None  # RF64 has the size of the audio in a chunk before it
     large_at = 0
     coding = b""
-    for name, start, length in _chunks(data, 12, "<"):
+    for name, start, length in _chunks(data, 12):
         if name == b"fmt ":
             coding = data.at(start, min(length, 40))
         if name == b"ds64":
@@ -346,31 +358,19 @@ _W64_WAVE = b"wave\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
 
 
 def _w64(data: Bytes) -> Layout:
-    start = 40
-    for _ in range(_MAX_CHUNKS):
-        head = data.at(start, 24)
-        if len(head) < 24:
-            break
-        length = struct.unpack("<Q", head[16:])[0]  # with these 24 bytes
-        if head.startswith(b"data"):
-            begin = start + 24
-            size = struct.pack("<Q", data.size - start)
-            to_end = ((16, struct.pack("<Q", data.size)), (start + 16, size))
-            claimed = max(0, length - 24)
-            unknown = length >= 1 << 62
-            layout = _claimed(data, begin, claimed, unknown=unknown, to_end=to_end)
-            # Other chunks may follow, at multiples of eight bytes.
-            end = begin + claimed + -claimed % 8
-            tail = data.at(end, 24)
-            is_chunk = len(tail) < 24 or all(32 <= byte < 127 for byte in tail[:4])
-            return Layout() if layout.following and is_chunk else layout
-        start += max(24, length + -length % 8)
+    for name, start, length in _chunks(data, 40, "<16sQ", 8, with_head=True):
+        if name == b"data":
+            size = struct.pack("<Q", data.size - start + 24)
+            to_end = ((16, struct.pack("<Q", data.size)), (start - 8, size))
+            claimed, unknown = max(0, length), length >= (1 << 62) - 24
+            layout = _claimed(data, start, claimed, unknown=unknown, to_end=to_end)
+            return _without_chunks(data, layout, start + claimed + -claimed % 8, 24)
     return Layout()
 
 
 def _aiff(data: Bytes) -> Layout:
     frames_at, frame_bytes = 0, 0
-    for name, start, length in _chunks(data, 12, ">"):
+    for name, start, length in _chunks(data, 12, ">4sI"):
         if name == b"COMM":
             channels, _, bits = struct.unpack(">hIh", data.at(start, 8))
             frames_at, frame_bytes = start + 2, channels * ((bits + 7) // 8)
@@ -382,10 +382,7 @@ def _aiff(data: Bytes) -> Layout:
                 fields.append((frames_at, (size - 8) // frame_bytes))
             to_end = tuple((at, struct.pack(">I", min(value, 2**32 - 1))) for at, value in fields)
             layout = _claimed(data, begin, claimed, unknown=length == 2**32 - 1, to_end=to_end)
-            end = start + length + length % 2
-            tail = data.at(end, 4)
-            is_chunk = len(tail) < 4 or all(32 <= byte < 127 for byte in tail)
-            return Layout() if layout.following and is_chunk else layout
+            return _without_chunks(data, layout, start + length + length % 2)
     return Layout()
 
 
@@ -417,21 +414,13 @@ def _sphere(data: Bytes) -> Layout:
 
 
 def _caf(data: Bytes) -> Layout:
-    start = 8
-    for _ in range(_MAX_CHUNKS):
-        head = data.at(start, 12)
-        if len(head) < 12:
-            break
-        length = struct.unpack(">q", head[4:])[0]
-        if head.startswith(b"data"):
+    for name, start, length in _chunks(data, 8, ">4sq", 1):
+        if name == b"data":
             # Four bytes of an edit count come before the samples.
-            to_end = ((start + 4, struct.pack(">q", data.size - start - 12)),)
+            to_end = ((start - 8, struct.pack(">q", data.size - start)),)
             claimed = max(0, length - 4)
-            layout = _claimed(data, start + 16, claimed, unknown=length < 0, to_end=to_end)
-            tail = data.at(start + 12 + max(0, length), 4)
-            is_chunk = len(tail) < 4 or all(32 <= byte < 127 for byte in tail)
-            return Layout() if layout.following and is_chunk else layout
-        start += 12 + max(0, length)
+            layout = _claimed(data, start + 4, claimed, unknown=length < 0, to_end=to_end)
+            return _without_chunks(data, layout, start + max(0, length))
     return Layout()
 
 
