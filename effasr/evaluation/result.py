@@ -125,7 +125,7 @@ class Evaluation:
             **_rates(self.errors),
             "rate": self.errors.main_rate[0].lower(),
             "wer_interval": self.interval,
-            **self._oracle_row(),
+            **({"oracle": {"nbest": self.nbest, **_rates(self.oracle)}} if self.nbest else {}),
             **self._confidence_row(),
             "rtfx": round(self.rtfx, 2),
             "audio_seconds": round(self.audio_seconds, 3),
@@ -137,9 +137,6 @@ class Evaluation:
             "failures": [failure.as_row() for failure in self.failures],
             "groups": {group: _rates(errors) for group, errors in self.groups.items()},
         }
-
-    def _oracle_row(self) -> dict[str, Any]:
-        return {"oracle": {"nbest": self.nbest, **_rates(self.oracle)}} if self.nbest else {}
 
     def _confidence_row(self) -> dict[str, Any]:
         result = self.confidence

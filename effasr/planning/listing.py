@@ -385,7 +385,8 @@ def _read_table(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_Table
             f"{path}:{first}: must be a JSON object, a number of seconds, or a header with "
             f"`duration_seconds` or `duration`, but is {header.strip()[:60]!r}."
         )
-    tokens = next((n for n, name in enumerate(columns) if _counts_tokens(name)), None)
+    counts = ("num_tokens", *(name for name in columns if name.startswith("n_tokens")))
+    tokens = next((n for n, name in enumerate(columns) if name in counts), None)
     identity = columns.index("id") if "id" in columns else None
     for line, text in lines:
         origin = f"{path}:{line}"
@@ -419,10 +420,6 @@ def _cells(line: str, delimiter: str, origin: str) -> list[str]:
         return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter, quoting=quoting))
     except csv.Error as error:
         raise ValueError(f"{origin}: not a line of a table ({error}).") from error
-
-
-def _counts_tokens(column: str) -> bool:
-    return column == "num_tokens" or column.startswith("n_tokens")
 
 
 def _count(text: str, origin: str, name: str) -> int:

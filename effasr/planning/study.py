@@ -81,7 +81,9 @@ class PlanRequest:
         is_mixed = not manifests and data.mix is not None
         # A recipe may be used for its model before its tokenizer exists.
         has_tokenizer = recipe is not None and (
-            not manifests or settings.init_from is not None or _is_folder(data.tokenizer)
+            not manifests
+            or settings.init_from is not None
+            or (data.tokenizer and Path(data.tokenizer).is_dir())
         )
         reader = None
         if tokenizer is not None:
@@ -142,10 +144,6 @@ def _is_text_only(path: Path) -> bool:
     except ValueError:
         # Not a manifest: a list of durations, or a file that its reader will reject.
         return False
-
-
-def _is_folder(path: str) -> bool:
-    return bool(path) and Path(path).is_dir()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

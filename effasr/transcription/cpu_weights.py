@@ -190,14 +190,11 @@ def has_panel_kernels(decoder: Decoder) -> bool:
         for p in decoder.parameters()
     )
     return is_plain and all(
-        type(module) in (nn.Linear, Linear, JoinedLinear) or _is_merged(module)
+        type(module) in (nn.Linear, Linear, JoinedLinear)
+        or (isinstance(module, LoRALinear) and module.lora_a is None)  # merged
         for module in decoder.modules()
         if isinstance(module, nn.Linear)
     )
-
-
-def _is_merged(module: nn.Module) -> bool:
-    return isinstance(module, LoRALinear) and module.lora_a is None
 
 
 def _panel_layer(layer: DecoderLayer) -> cpu_decoder.Layer:

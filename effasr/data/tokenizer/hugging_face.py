@@ -142,7 +142,7 @@ class CanaryTokenizer(HuggingFaceTokenizer):
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """See `Tokenizer.prompt`."""
-        languages = map(_tag, self.prompt_languages(prompt))
+        languages = [f"<|{name}|>" for name in self.prompt_languages(prompt)]
         pnc = _PUNCTUATION[prompt.punctuation]
         names = (*self._head, *languages, pnc, *_PROMPT_TAIL)
         return [self._vocabulary[name] for name in names]
@@ -189,10 +189,6 @@ def find_blank(vocabulary: Mapping[str, int]) -> int | None:
         return vocabulary[_BLANK]
     last = vocabulary.get(_PAD)
     return last if last is not None and last == max(vocabulary.values()) else None
-
-
-def _tag(language: str) -> str:
-    return f"<|{language}|>"
 
 
 def read_tokenizer_json(path: Path) -> Any:

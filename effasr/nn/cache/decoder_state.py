@@ -44,7 +44,7 @@ class DecoderState:
         self.hypotheses, self.length, self._together = 1, 0, False
         self.watched: int | None = None
         self.weights: Tensor | None = None
-        self._frames = [0] * sequences
+        self.frames_each = [0] * sequences
         self._positions = torch.zeros(sequences, dtype=torch.int64, device=sizes.device)
         self._going = torch.zeros_like(self._positions)
         self._expert = torch.zeros_like(self._positions)
@@ -61,7 +61,7 @@ class DecoderState:
 
     @property
     def num_sequences(self) -> int:
-        return len(self._frames)
+        return len(self.frames_each)
 
     @property
     def num_rows(self) -> int:
@@ -69,11 +69,7 @@ class DecoderState:
 
     @property
     def frames(self) -> int:
-        return sum(self._frames)
-
-    @property
-    def frames_each(self) -> Sequence[int]:
-        return self._frames
+        return sum(self.frames_each)
 
     @property
     def last_position(self) -> int:
@@ -134,7 +130,7 @@ class DecoderState:
             for load, (keys, values) in zip(loaders, parts, strict=True):
                 load(layer, keys, values)
         for row, length in zip(rows, frames, strict=True):
-            self._frames[row] = length
+            self.frames_each[row] = length
         self._look_at_speech()
         self._set(rows, read, going=1)
         if expert is not None:
@@ -160,7 +156,7 @@ class DecoderState:
             if isinstance(cache, PagedCache):
                 cache.release(rows)
         for row in rows:
-            self._frames[row] = 0
+            self.frames_each[row] = 0
         self._look_at_speech()
         self._set(rows, [0] * len(rows), going=0)
 
@@ -170,7 +166,7 @@ class DecoderState:
 
     def speech(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys of the encoder output, (N, H, places, D), and frames of each, int64 (N,)."""
-        return self.cross_cache.keys(layer), self.sizes.integers(self._frames)
+        return self.cross_cache.keys(layer), self.sizes.integers(self.frames_each)
 
     def look(self) -> None:
         self._check_room()
@@ -230,13 +226,13 @@ class DecoderState:
         self._positions[: len(rows)] = self._positions[index]
         self._going[: len(rows)] = self._going[index]
         self._expert[: len(rows)] = self._expert[index]
-        self._frames = [self._frames[sequence] for sequence in indices]
+        self.frames_each = [self.frames_each[sequence] for sequence in indices]
         self._look_at_speech()
 
     def extend(self, sequences: int) -> None:
         """Add idle rows again after `keep`, up to the original number; not for pages."""
         added = range(self.num_sequences, sequences)
-        self._frames += [0] * len(added)
+        self.frames_each += [0] * len(added)
         for cache in (self.self_cache, self.cross_cache):
             assert isinstance(cache, ContiguousCache)
             cache.rows = sequences
@@ -250,7 +246,7 @@ class DecoderState:
 
     def _look_at_speech(self) -> None:
         if isinstance(self.cross_cache, ContiguousCache):
-            self.cross_cache.look(self._frames)
+            self.cross_cache.look(self.frames_each)
 
     def _check_room(self) -> None:
         if self._together and self.length == self.max_tokens:

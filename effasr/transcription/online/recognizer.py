@@ -187,7 +187,7 @@ class OnlineRecognizer:
             if stream is not None and frames[slot]:
                 stream._segments.add(emitted, encoded[slot, : frames[slot]])
                 stream._audio.forget(self._factor * self._hop * max(0, stream.frames - 1))
-                if stream._is_over():
+                if stream.finished and not stream._left():
                     self._close(slot, stream)
 
     @torch.inference_mode()
@@ -283,9 +283,6 @@ class OnlineStream:
         """Frames of the samples so far that are not decoded; more than a chunk while more come."""
         most = self.recognizer._framing.frames(self._audio.end) - self.frames
         return most if self.finished else max(most, self.recognizer.context.chunk)
-
-    def _is_over(self) -> bool:
-        return self.finished and not self._left()
 
     def _end(self) -> None:
         self._segments.end()

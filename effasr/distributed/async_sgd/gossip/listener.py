@@ -142,7 +142,7 @@ def own_addresses() -> list[str]:
         *_towards(os.environ.get("MASTER_ADDR")),
         *(address for _, name in socket.if_nameindex() for address in _of(name)),
     ]
-    return sorted(dict.fromkeys(result), key=lambda address: _is_loopback(address))
+    return sorted(dict.fromkeys(result), key=lambda name: ipaddress.ip_address(name).is_loopback)
 
 
 def _named(name: str) -> list[str]:
@@ -182,10 +182,6 @@ def _towards(host: str | None) -> list[str]:
             probe.connect(address)
             return [probe.getsockname()[0]]
     return []
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 # Listening side of a learner: accepts its neighbours and drops all other connections.
