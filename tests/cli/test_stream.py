@@ -180,19 +180,3 @@ def test_a_signal_ends_a_stream_with_the_last_sentence(
         ended.set()
     assert (done.code, done.out) == (130, "a b\n")
     assert signal.getsignal(number) == before
-
-
-def test_a_stalled_source_ends_a_sentence(effasr, workplace, two_words, monkeypatch):
-    output = Flushed()
-    seen = []
-
-    def action():
-        deadline = time.monotonic() + 60
-        while not output.seen and time.monotonic() < deadline:
-            time.sleep(0.01)
-        seen.append(output.seen)
-
-    monkeypatch.setattr(sys, "stdout", output)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Stalled(action)))
-    done = effasr("transcribe", "--run", workplace.run, "--stream")
-    assert (done.code, seen, output.seen) == (0, ["a b\n"], "a b\n")

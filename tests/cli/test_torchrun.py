@@ -105,15 +105,6 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
     assert "u7: it is gone." in failed.stderr.partition("Root Cause (first observed failure):")[2]
 
 
-@pytest.mark.extended
-def test_the_launcher_adds_nothing_to_the_reason_of_a_failure(workplace, tmp_path):
-    failed = launch(TRAIN, workplace.recipe, "model.encoder.layrs=3", folder=tmp_path)
-    assert failed.returncode == 2
-    assert failed.stderr == (
-        "effasr train: `model.encoder.layrs` is an unknown field: did you mean `layers`?\n"
-    )
-
-
 def test_the_launcher_names_the_end_of_a_process_that_could_not(tmp_path):
     (tmp_path / "ends.py").write_text(
         "import os, signal, sys, time\n"
@@ -142,13 +133,3 @@ def test_the_launcher_refuses_options_in_one_line(monkeypatch, capsys, option, v
     assert main([option, value, TRAIN]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"effasr.launch: {message}")
-
-
-@pytest.mark.extended
-def test_the_launcher_trains_as_torchrun_does(workplace, tmp_path):
-    # One rank: tests above have two. An interpreter of its own, as a user starts it.
-    command = [sys.executable, "-m", "effasr.launch", "--standalone", "--nproc-per-node", "1"]
-    command += [TRAIN, workplace.recipe, "output=here", "training.max_steps=1"]
-    done = start(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in read_lines(tmp_path / "here/first/metrics.jsonl")] == [1]

@@ -12,13 +12,8 @@ import sys
 import termios
 from contextlib import suppress
 
-import numpy as np
 import pytest
-import soundfile
-from lhotse import AudioSource, CutSet, MonoCut, Recording, SupervisionSegment
 
-from effasr.data.prompt import Prompt
-from effasr.transcription.inputs.sources import of_manifest
 from effasr.transcription.results import Segment, Transcription
 
 
@@ -144,19 +139,6 @@ def test_a_manifest(effasr, workplace, manifest, tmp_path):
     plain = effasr("transcribe", "--run", workplace.run, *files)
     texts = [[line.split("\t")[1] for line in item.out.splitlines()] for item in (cuts, plain)]
     assert texts[0] == texts[1]
-
-
-def test_a_cut_of_one_channel_of_two_is_that_channel(effasr, workplace, tmp_path):
-    audio, rate = soundfile.read(workplace.wav)
-    soundfile.write(tmp_path / "call.wav", np.stack([0 * audio, audio], 1), rate)
-    source = AudioSource("file", [1, 2], str(tmp_path / "call.wav"))
-    seconds = len(audio) / rate
-    recording = Recording("call", [source], rate, len(audio), seconds)
-    message = SupervisionSegment("call", "call", 0.0, seconds, channel=2, text="", language="en")
-    cut = MonoCut("call", 0.0, seconds, 2, [message], recording=recording)
-    CutSet.from_cuts([cut]).to_file(tmp_path / "cuts.jsonl")
-    (source,) = of_manifest(tmp_path / "cuts.jsonl", prompt=Prompt())
-    assert source.channels == (1,)
 
 
 def _at_a_terminal(arguments: list[str], *, out_too: bool) -> tuple[bytes, bytes]:

@@ -10,9 +10,9 @@ import pytest
 import soundfile
 from lhotse import AudioSource, CutSet, Recording, RecordingSet
 
-from effasr.config import ConfigError, from_mapping, to_mapping
+from effasr.config import ConfigError, from_mapping
 from effasr.data.audio.augmentation import augmenter
-from effasr.data.audio.augmentation.augmenter import Augmenter, Clips, Moment
+from effasr.data.audio.augmentation.augmenter import Augmenter, Clips
 from effasr.data.audio.augmentation.config import (
     AudioAugmentationConfig,
     NoiseConfig,
@@ -118,15 +118,6 @@ def test_epochs_seeds_and_steps_differ_and_lengths_stay(make: Callable[..., Load
     assert 0.6 * len(both) < changed < len(both)
     other = dict(audio(take(make(seed=4), 4)))
     assert not all(np.array_equal(other[n], epochs[0][n]) for n in other.keys() & both)
-
-
-def test_one_kind_does_the_same_without_the_others(noises: Path, rooms: Path) -> None:
-    alone = AudioAugmentationConfig(noise=everything(noises, rooms).noise)
-    together = replace(alone, telephone=TelephoneConfig(probability=1e-9))
-    item, other = (Augmenter(c, seed=1, skip_unreadable=False) for c in (alone, together))
-    for index in range(20):
-        moment = Moment(0, 2, index)
-        assert np.array_equal(item(white(3000), moment)[0], other(white(3000), moment)[0])
 
 
 def test_silence_is_planned_and_divided_anew_in_each_epoch(nemo, tokenizer) -> None:
@@ -347,17 +338,6 @@ def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
 def test_silence_is_checked(mapping: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(SilencePaddingConfig, mapping, "data.silence_padding")
-
-
-def test_the_configuration_can_be_shown_and_read_again() -> None:
-    assert to_mapping(DataConfig())["audio_augmentation"] == {
-        "reverberation": None, "noise": None, "telephone": None,
-    }  # fmt: skip
-    augmentation = AudioAugmentationConfig(
-        noise=NoiseConfig(manifests="a"), reverberation=ReverberationConfig(simulated=True)
-    )
-    config = DataConfig(audio_augmentation=augmentation, speed_perturbation=(0.9, 1.0))
-    assert from_mapping(DataConfig, to_mapping(config)) == config
 
 
 def test_a_file_name_of_noise_need_not_be_utf8(tmp_path: Path) -> None:

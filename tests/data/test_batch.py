@@ -47,21 +47,6 @@ def test_exact_sizes():
         assert values.dtype == torch.int64
 
 
-def test_the_tail_of_a_static_shape_is_empty():
-    shape = StaticShape(frame_budget=10, token_budget=8, max_sequences=4)
-    batch = collated([example(1600, [5])], shape)
-    assert batch.audio.values.shape == (14 * 1280,)
-    assert not batch.audio.values[1600:].any()
-    assert batch.frames.rows == 10
-    assert batch.frames.lengths == (2, 0, 0, 0)
-    assert batch.tokens.values.tolist() == [10, 11, 12, 5] + [PAD] * 4
-    assert batch.targets.tolist() == [IGNORED, IGNORED, 5, EOS] + [IGNORED] * 4
-    assert batch.text.values.tolist() == [5] + [PAD] * 7
-    assert batch.monotonic.tolist() == [True, False, False, False]
-    layouts = (batch.audio.layout, batch.frames, batch.tokens.layout, batch.text.layout)
-    assert {layout.num_sequences for layout in layouts} == {4}
-
-
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=6))
 def test_audio_always_fits_where_its_frames_do(samples):
     frames = sum(map(Framing().frames, samples))

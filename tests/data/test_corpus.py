@@ -8,8 +8,7 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import SentencePieceTokenizer
-from tests.support.corpora import dropped, load_corpus, read_lines
+from tests.support.corpora import dropped, load_corpus
 
 
 def test_examples_are_those_of_the_manifest(nemo, tokenizer):
@@ -52,17 +51,6 @@ def test_what_cannot_be_trained_on_is_listed(nemo, tokenizer):
         ("u6", "too_long"),
     ]
     assert [corpus.name(index) for index in range(4)] == ["u1", "u3", "u4", "u5"]
-
-
-def test_a_language_with_more_tokens_has_rates_of_its_own(nemo, tokenizer, write_lines):
-    manifest, text = nemo(1), "one two three four"
-    both = SentencePieceTokenizer({name: tokenizer.models["en"] for name in ("de", "en")})
-    (row,) = read_lines(manifest)
-    rows = [row | {"text": "one", "lang": "de"}] * 90 + [row | {"text": text}] * 2
-    filters = FilterConfig(rate_deviations=4)
-    config = DataConfig(frame_budget=60, token_budget=60, filters=filters)
-    corpus = Corpus.load([write_lines(manifest, rows)], both, config, ctc=False)
-    assert len(corpus) == 92
 
 
 def test_over_budgets(nemo, tokenizer, write_lines):

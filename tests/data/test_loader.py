@@ -188,20 +188,6 @@ def test_audio_that_breaks_is_named(make, tmp_path, workers):
     assert "data.on_bad_audio=skip" in message
 
 
-def test_audio_that_breaks_can_be_skipped(make, tmp_path):
-    loader = make(on_bad_audio="skip")
-    gone = {f"u{index}" for index in loader.plan(0).indices[[0, -1]]}
-    for name in gone:
-        (tmp_path / f"corpus/audio/{name}.wav").unlink()
-    steps = take(loader, loader.plan(0).num_steps)
-    ids = {name for step in steps for batch in step.batches for name in batch.ids}
-    skipped = [drop for step in steps for drop in step.skipped]
-    assert {drop.id for drop in skipped} == gone
-    assert {drop.reason for drop in skipped} == {"missing_audio"}
-    assert not ids & gone
-    assert all(drop.audio.endswith(f"{drop.id}.wav") for drop in skipped)
-
-
 @reads_proc
 def test_closing_ends_the_workers(make):
     before = set(children(os.getpid()))

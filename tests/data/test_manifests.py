@@ -28,17 +28,6 @@ def line(tmp_path):
     return make
 
 
-def test_a_nemo_line_becomes_a_cut(line, tmp_path):
-    (cut,) = read(line(text="  one two ", lang="en", pnc="no"))
-    assert cut.id == "a"
-    assert cut.duration == 1.0
-    assert cut.recording.sources[0].source == str(tmp_path / "a.wav")
-    assert cut.supervisions[0].text == "one two"
-    assert cut.supervisions[0].language == "en"
-    assert cut.custom == {"pnc": False}
-    assert load_audio(cut).shape == (16_000,)
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

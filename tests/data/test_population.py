@@ -43,16 +43,6 @@ def test_every_source_is_drawn_evenly_and_meets_its_quota(counts, multiples, epo
             assert 0 <= seconds - quota * (epoch + 1) < amounts[members].max()
 
 
-def test_an_epoch_is_found_without_those_before_it() -> None:
-    sources, amounts = corpus((50, 20))
-    quotas = (3_000_000, 9_000_000)
-    late = population(sources, amounts, quotas, seed=1, epoch=10**7)
-    again = population(sources, amounts, quotas, seed=1, epoch=10**7)
-    assert (late == again).all()
-    other = population(sources, amounts, quotas, seed=2, epoch=10**7)
-    assert sorted(late) != sorted(other)
-
-
 def test_passes_and_sources_are_shuffled_differently() -> None:
     sources, amounts = corpus((100, 100))
     amounts[:] = 10

@@ -114,20 +114,6 @@ def test_checks_that_need_a_tokenizer(nemo, tmp_path, tokenizer):
     assert back.by_reason["unwanted_language"].utterances == 1
 
 
-def test_rate_outliers_are_dropped(nemo, tmp_path):
-    manifest = nemo(40)
-    rows = read_lines(manifest)
-    for row in rows:
-        row["text"] = "one two three"
-    rows[17]["text"] = "one two three " * 30
-    write_lines(manifest, rows)
-    prepare(manifest, tmp_path / "out")
-    (line,) = read_lines(tmp_path / "out/dropped.jsonl")
-    assert (line["id"], line["reason"]) == ("u17", "character_rate_outlier")
-    assert "far more than others of 0.8 s" in line["details"]
-    assert line["audio"].endswith("u17.wav")
-
-
 def test_limits_and_progress(nemo, tmp_path):
     seen = []
     limits = Limits(min_duration=0.6, max_duration=1.0)

@@ -53,15 +53,6 @@ def test_antiphase_is_usable_by_its_louder_channel(tmp_path) -> None:
     np.testing.assert_allclose(load_audio(cut), tone(500), atol=1e-4)
 
 
-def test_a_file_without_the_channel_is_listed(tmp_path) -> None:
-    source = call(tmp_path, {"audio_filepath": "mono.wav"}, {"id": "v"})
-    prepare(source, tmp_path / "out", channel=1)
-    (line,) = read_lines(tmp_path / "out/dropped.jsonl")
-    assert "`channel` is 1, but the file has 1, counted from 0: name another one" in line["details"]
-    (cut,) = read(tmp_path / "out")
-    assert hertz(cut) == 500
-
-
 @pytest.mark.parametrize(
     ("channel", "expected"), [(0, 300), ("loudest", 500), (2, "but the cut has [0, 1]")]
 )

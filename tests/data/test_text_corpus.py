@@ -73,21 +73,6 @@ def test_a_batch_has_sentences_where_others_have_speech(manifest, bilingual):
     assert batch.text.layout.total == batch.audio.layout.total == 0
 
 
-def test_every_batch_has_the_static_shape(manifest, bilingual):
-    corpus = load(manifest, bilingual)
-    plan = corpus.plan(0, steps=10, micro_batches=3, seed=1)
-    batches = [corpus.batch(part) for step in range(plan.num_steps) for part in plan.step(step)]
-    assert len(batches) == 30
-    assert len({tuple(t.shape for t in batch.tensors()) for batch in batches}) == 1
-    batch = batches[0]
-    assert batch.frames.rows == corpus.shape.frame_budget
-    assert batch.frames.max_seqlen_bound == corpus.lengths.frames.max()
-    assert batch.tokens.layout.max_seqlen_bound == corpus.lengths.tokens.max()
-    # Both budgets run out together.
-    assert plan.padding_tokens < 0.04
-    assert plan.padding_frames < 0.04
-
-
 def test_epochs_go_on_where_the_last_one_ended(manifest, bilingual):
     corpus = load(manifest, bilingual)
     times = np.zeros(len(corpus), dtype=int)

@@ -74,15 +74,6 @@ def test_decode_is_the_inverse_of_encode(words: list[str], both: SentencePieceTo
     assert both.decode([both.specials["<|en|>"], *ids, both.eos_id]) == text
 
 
-def test_the_prompt(both: SentencePieceTokenizer) -> None:
-    start, english = "<|startoftranscript|>", "<|en|>"
-    plain, translation = Prompt(), Prompt("de", "en", "translate", False)
-    expected = [start, english, "<|transcribe|>", english, "<|pnc|>"]
-    assert names(both, both.prompt(plain)) == expected
-    expected = [start, "<|de|>", "<|translate|>", english, "<|nopnc|>"]
-    assert names(both, both.prompt(translation)) == expected
-
-
 def test_unknown_languages_are_refused_with_the_known_ones(tokenizer, both) -> None:
     with pytest.raises(UnknownLanguageError, match="must be one of de, en, but is 'fr'"):
         both.encode("un", "fr")

@@ -33,20 +33,6 @@ def test_a_wide_table_is_continued_below(monkeypatch, width):
     assert all(part.splitlines()[-1].startswith("| sync_bucketed_2d |") for part in parts)
 
 
-def test_other_widths(monkeypatch):
-    plain = tables.to_text(make_table(3))
-    for width, columns in ((80, 3), (None, 40), (10, 2)):
-        monkeypatch.setattr(tables, "display_width", lambda width=width: width)
-        text = tables.to_text(make_table(columns))
-        if width == 80:
-            assert text == plain
-        elif width is None:
-            assert len(text.splitlines()) == 4
-        else:
-            # A column that is wider than the terminal stays whole.
-            assert "sync_bucketed_2d |       s0 |" in text
-
-
 @pytest.mark.parametrize("limit", [30, 80])
 def test_an_alignment_is_continued_below(limit):
     reference = " ".join(f"word{n}" for n in range(30))

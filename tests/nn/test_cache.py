@@ -286,28 +286,6 @@ class _Rows:
                 torch.testing.assert_close(result[row], torch.einsum("hl,lhd->hd", weights, v))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_rows_are_admitted_continued_and_released_in_any_order(seed):
-    draw = random.Random(seed)
-    rows = _Rows(4)
-    rows.cache.reserve(60, 200)
-    for _ in range(60):
-        held = [row for row, item in enumerate(rows.held) if item is not None]
-        what = draw.random()
-        if what < 0.2 or not held:
-            entering = draw.sample(range(len(rows.held)), draw.randint(1, 2))
-            rows.admit(entering, [draw.choice([1, 5, PAGE, PAGE + 1, 70]) for _ in entering])
-        elif what < 0.3:
-            rows.release([draw.choice(held)])
-        elif what < 0.5:
-            rows.select([draw.randrange(len(rows.held)) for _ in range(draw.randint(2, 6))])
-        else:
-            rows.step()
-    assert rows.cache.used
-    rows.release(range(len(rows.held)))
-    assert not rows.cache.used
-
-
 def test_hypotheses_copy_only_the_page_that_is_not_full():
     rows = _Rows(1)
     rows.cache.reserve(20, 2 * PAGE + 9)

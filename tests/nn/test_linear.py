@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from effasr.nn.attention import CrossAttention, SelfAttention
-from effasr.nn.linear import JoinedLinear, whole_bias
+from effasr.nn.attention import CrossAttention
+from effasr.nn.linear import JoinedLinear
 from effasr.nn.lora import LoRAConfig, LoRALinear, adapt, merged
-from effasr_kernels import PackedLayout
 
 
 @pytest.mark.parametrize("biased", [(True, False, True), (False, True), (True, False)])
@@ -25,22 +24,6 @@ def test_it_is_its_parts(biased):
     torch.testing.assert_close(joined(x), torch.cat(expected, -1))
     joined(x).sum().backward()
     torch.testing.assert_close(joined.bias.grad, torch.full_like(joined.bias, 3.0))
-
-
-@pytest.mark.parametrize("key_bias", [True, False])
-def test_a_bias_of_the_keys_changes_nothing(key_bias):
-    torch.manual_seed(0)
-    module = SelfAttention(8, 2, 4, key_bias=key_bias)
-    nn.init.normal_(module.qkv_proj.bias)
-    layout, x = PackedLayout.from_lengths([3, 5]), torch.randn(8, 8)
-    result = module(x, layout)
-    if key_bias:
-        with torch.no_grad():
-            module.qkv_proj.bias[8:16].zero_()
-        torch.testing.assert_close(module(x, layout), result)
-    else:
-        assert module.qkv_proj.bias.shape == (16,)
-        assert whole_bias(module.qkv_proj)[8:16].eq(0).all()
 
 
 def test_adapters_stand_beside_it():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.nn.predictor import LSTMPredictor, PaddedView, StatelessPredictor, after_start, lstm
 from effasr_kernels import PackedLayout
@@ -141,6 +142,15 @@ def test_a_reset_forgets_all():
     assert torch.equal(out[:, 4:], before[:, 4:])
     # Products of other numbers of rows may round otherwise.
     torch.testing.assert_close(out[:, 4:], lstm(x[:, 4:], resets[:, 4:], weights))
+
+
+def test_the_work_is_counted():
+    layout, predictor = LAYOUTS["exact"], make("lstm").float()
+    lanes = PaddedView.of(layout.lengthened(1), 6)
+    with FlopCounterMode(display=False) as counter:
+        predictor(make_labels(layout), layout).sum().backward()
+    products = 2 * 2 * 4 * WIDTH * WIDTH
+    assert counter.get_total_flops() == 3 * 2 * lanes.count * lanes.steps * products
 
 
 def test_the_start_symbol_comes_first():

@@ -64,21 +64,6 @@ def test_gradients_are_joined_without_a_copy_if_they_are_parts_in_order(change: 
     assert (seen[0] == seen[1]) == (change == "none")
 
 
-def test_a_part_without_a_gradient_counts_as_zeros() -> None:
-    x = torch.randn(5, 3, 2, 4, requires_grad=True)
-    q, k, v = unbind_parts(x)
-    (q.sum() + 2 * v.sum()).backward()
-    assert torch.equal(x.grad, torch.tensor([1.0, 0, 2])[:, None, None].expand(5, 3, 2, 4))
-    assert torch.equal(k, x[:, 1])
-
-
-def test_a_part_used_twice_has_the_sum_of_its_gradients() -> None:
-    x = torch.randn(5, 2, 2, 4, requires_grad=True)
-    k, v = unbind_parts(x)
-    (_Ones.apply(lambda g: g, k, v) + k.sum()).backward()
-    assert torch.equal(x.grad, torch.full((5, 2, 2, 4), 2.0))
-
-
 @pytest.mark.parametrize("heads", [1, 3])
 def test_other_tensors_have_contiguous_gradients(heads: int) -> None:
     whole = torch.randn(6, 3, heads, 4)

@@ -377,18 +377,6 @@ def test_every_step_asks_for_the_same_memory(make_train_state):
     assert traces[1] == traces[2] == traces[3]
 
 
-@pytest.mark.parametrize("head", ["lstm", "stateless"])
-def test_a_predictor_asks_for_the_same_memory_at_every_step(model_config, head):
-    predictor, traces = make_model(model_config, head).transducer.predictor, []
-    for seed in range(3):
-        text = in_shape(seed).text
-        with Sizes() as sizes:
-            predictor(text.values, text.layout).sum().backward()
-        traces.append(sizes.bytes)
-    assert len(traces[1]) > 20
-    assert traces[2] == traces[1]
-
-
 def test_the_table_of_positions_does_not_follow_the_longest_utterance(model_config):
     encoder = make_model(model_config).encoder
     sizes = {encoder._embeddings(in_shape(seed).frames, torch.float32).shape for seed in range(4)}

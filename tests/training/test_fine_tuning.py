@@ -26,7 +26,6 @@ from effasr.model.asr import ASRModel
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.lora import LoRAConfig, adapters, merged
-from effasr.optim.adamw import OptimizerConfig
 from effasr.training import build, validation
 from effasr.training.checkpointing.averaging import average
 from effasr.training.config import LoopConfig
@@ -37,7 +36,6 @@ from effasr.training.trainer import run
 from effasr.training.weights import TOKEN_TABLES
 from tests.support.run_ranks import train_on_ranks
 from tests.training.conftest import LORA, published
-from tests.training.shortage import shortage
 
 
 def is_adapted(name: str) -> bool:
@@ -118,16 +116,6 @@ def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"o_proj\.lora_a"):
         load_model(path)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_want_of_memory_is_made_good(make_lora_config, make_train_state, batches, base, where):
-    config = make_lora_config(lora=replace(LORA, dropout=0.0), optimizer=OptimizerConfig(lr=1e-3))
-    settings = {"lora": config.lora, "init_from": config.init_from, "data": config.data}
-    model, train_state = make_train_state(**settings)
-    with shortage(model, 1, where=where):
-        report = train_step(train_state, batches[:2], 0)
-    assert (report.read()["finite"], report.read()["splits"]) == (1, 1)
 
 
 @pytest.mark.slow

@@ -90,6 +90,15 @@ def test_every_line_is_json_of_its_own_and_nan_is_null(tmp_path):
     ]
 
 
+def test_an_older_run_is_set_aside_under_a_free_name(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    assert run.set_aside() is None
+    for number in (1, 2):
+        run.open("", 0, tensorboard=False)
+        assert run.set_aside() == tmp_path / f"run.old-{number}"
+    assert not run.path.exists()
+
+
 def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatch):
     run = RunDirectory(tmp_path / "run")
 

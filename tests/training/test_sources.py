@@ -24,7 +24,6 @@ from effasr.nn.experts import ExpertsConfig
 from effasr.training import build
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
-from effasr.training.fault_tolerance.oom_recovery import split
 from effasr.training.flops import work_of
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
@@ -85,18 +84,6 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes):
     assert len(shapes) == 2
 
 
-def test_a_batch_without_memory_is_computed_in_parts(make_with_text):
-    config = make_with_text()
-    corpus = load_corpus(config, find_tokenizer(config, None), None)
-    assert corpus.text is not None
-    whole = corpus.text.batch(corpus.text.plan(0, steps=3, micro_batches=1, seed=0).step(0)[0])
-    parts = split(whole)
-    model = build.build_model(config, 60, None, torch.device("cpu")).eval()
-    losses = [model(batch).cross_entropy.item() for batch in (whole, *parts)]
-    assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-5)
-    assert whole.num_frames == parts[0].num_frames + parts[1].num_frames
-
-
 def test_a_run_of_text_alone_validates(make_text_alone, tmp_path):
     training = {"max_steps": 8, "validate_every": 8, "freeze": ("encoder",)}
     assert run(make_text_alone(training=training)) == 0
@@ -134,20 +121,6 @@ def test_a_run_with_an_expert_for_each_source(make_text_alone, pairs, model_conf
         ValueError, match=r"pairs.jsonl:1: the source of an utterance must be .* not"
     ):
         run(unnamed)
-
-
-def test_an_epoch_of_text_alone_has_each_pair_once(make_text_alone, pairs):
-    config = make_text_alone(data={"micro_batches": 2, "epoch_end": "exact"})
-    corpus = load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
-    assert (corpus.shape.frame_budget, len(corpus)) == (100, 120)
-    loader = Loader(corpus, config.data, seed=1)
-    plan = loader.plan(0)
-    assert sorted(plan.indices.tolist()) == list(range(120))
-    assert plan.micro_batches == 2
-    step = next(loader.steps())
-    assert all(batch.source is not None and batch.num_frames <= 100 for batch in step.batches)
-    names = [name for batch in step.batches for name in batch.ids]
-    assert names == [corpus.name(index) for part in plan.step(0) for index in part.tolist()]
 
 
 def test_validation_on_text_counts_what_the_model_writes(make_text_alone, pairs):

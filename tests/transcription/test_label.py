@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import tracemalloc
 
 import pytest
 import soundfile
@@ -216,18 +215,6 @@ def test_what_training_cannot_read_is_left_out_without_a_transcription(
     assert "convert the file to WAV or FLAC" in failed["details"]
 
 
-def test_a_failure_is_kept_in_the_journal(tmp_path) -> None:
-    labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
-    missing = Source("a", "a", str(tmp_path / "missing.wav"), channels=(0,))
-    labels.add(missing, Failure("a", "broken"), Prompt())
-    assert [row["problem"] for row in read_lines(tmp_path / "labels/journal.jsonl")] == ["broken"]
-    again = LabelFolder(tmp_path / "labels", {"method": "ctc"})
-    assert again.done == {"a"}
-    assert again.missing([Source("a", "a"), Source("b", "b")]) == [Source("b", "b")]
-    report = again.finish(0.0)
-    assert (report.recordings, report.kept.utterances, report.dropped.utterances) == (1, 0, 1)
-
-
 def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:
     labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     name = os.fsdecode(b"caf\xe9.wav")
@@ -267,18 +254,3 @@ def test_a_journal_that_leads_elsewhere_is_not_written_to(tmp_path) -> None:
             LabelFolder(folder, {"method": "ctc"})
         journal.unlink()
     assert other.read_text() == "a text without an end of line"
-
-
-def test_the_memory_of_labels_does_not_grow_with_their_number(tmp_path) -> None:
-    labels = LabelFolder(tmp_path, {})
-    segment = {"id": "a", "audio_filepath": "a.wav", "duration": 1.0, "text": "t" * 2000}
-    segments = [segment | {"confidence": share, "truncated": False} for share in (0.9, 0.1)]
-    row = json.dumps({"id": "a", "segments": segments}) + "\n"
-    (tmp_path / "journal.jsonl").write_text(1000 * row)
-    tracemalloc.start()
-    report = labels.finish(0.5)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert (report.kept.utterances, report.dropped.utterances) == (1000, 1000)
-    assert len(read_lines(tmp_path / "manifest.jsonl")) == 1000
-    assert peak < 10 * len(row) + 2**18

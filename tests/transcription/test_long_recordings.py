@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from effasr.checkpoint import save_model
-from effasr.data.audio.waveform import AudioError, read_audio
+from effasr.data.audio.waveform import AudioError
 from effasr.decoding.config import DecodingConfig
 from effasr.transcription.decode_queue import ContinuousBatches
 from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
@@ -47,25 +47,6 @@ def test_two_hours_grow_the_process_by_little(model, tokenizer, noise, tmp_path)
     assert row["segments"] >= 240
     assert row["words"] > 1000
     assert row["grown"] < 150e6
-
-
-@pytest.mark.parametrize(
-    ("rate", "channels", "kind"),
-    [(16_000, 1, "wav"), (8_000, 2, "wav"), (44_100, 1, "flac"), (22_050, 3, "wav")],
-)
-def test_a_stream_has_the_samples_of_the_file(noise, tmp_path, rate, channels, kind) -> None:
-    path = tmp_path / f"x.{kind}"
-    sound = np.stack([noise(31.7, seed) for seed in range(channels)], axis=1)
-    soundfile.write(path, sound, rate)
-    at_once = read_audio(path, RATE)
-    stream = open_stream(path, RATE)
-    blocks = list(stream.blocks)
-    assert len(blocks) >= 2
-    assert stream.total == len(at_once)
-    assert np.array_equal(np.concatenate(blocks), at_once)
-    part = open_stream(path, RATE, offset=3.3, duration=2.5, channels=[0])
-    expected = read_audio(path, RATE, offset=3.3, duration=2.5, channels=[0])
-    assert np.array_equal(np.concatenate(list(part.blocks)), expected)
 
 
 def pieces(audio: np.ndarray, size: int) -> list[np.ndarray]:

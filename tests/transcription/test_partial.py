@@ -133,16 +133,3 @@ def test_bad_bytes_in_the_middle(tmp_path, monkeypatch) -> None:
     assert len(received) == pytest.approx(len(samples), abs=0.1 * RATE)
     at = 45 * RATE
     assert np.abs(received[at : at + RATE] - samples[at : at + RATE]).max() < 1e-3
-
-
-def test_the_command_says_so(effasr, saved, tmp_path) -> None:
-    path = tmp_path / "x.wav"
-    _speechlike(path, 8.0, "WAV")
-    path.write_bytes(path.read_bytes()[: -2 * RATE * 3])
-    done = effasr("transcribe", "--run", saved, "--json", path)
-    assert done.code == 1
-    (row,) = done.rows
-    assert row["duration"] == pytest.approx(5.0, abs=0.01)
-    assert row["partial"].startswith("the file was cut short: 3.000 s of 8.000 s are missing")
-    assert f"{path}: only 5.0 s: the file was cut short" in done.err
-    assert done.err.endswith(", 1 failed\n")

@@ -133,24 +133,6 @@ def test_chunks_are_joined_as_the_language_is_written(model, tokenizer, noise) -
     assert results["ja"].text != results["de"].text
 
 
-def test_what_is_bad_is_reported_and_the_rest_goes_on(model, tokenizer, waveforms) -> None:
-    bad = [
-        "missing.wav",
-        Waveform("empty array", np.zeros(0, np.float32), RATE),
-        Waveform("infinite", np.full(800, np.inf), RATE),
-        Waveform("cube", np.zeros((80, 2, 2), np.float32), RATE),
-    ]
-    run = transcribe(model, tokenizer, [waveforms[0], *bad, waveforms[1]])
-    first, *failures, last = run
-    assert [first.text, last.text] == _texts(model, tokenizer, waveforms[:2])
-    assert all(isinstance(failure, Failure) for failure in failures), failures
-    names = ["missing.wav", "empty array", "infinite", "cube"]
-    assert [failure.id for failure in failures] == names
-    assert "no such file" in failures[0].reason
-    assert run.failed == len(failures)
-    assert run.audio_seconds == pytest.approx(SECONDS[0] + SECONDS[1], abs=1e-3)
-
-
 def test_a_language_which_the_tokenizer_lacks_is_the_callers_error(model, tokenizer) -> None:
     with pytest.raises(ValueError, match="must be one of de, en, ja, but is 'fr'"):
         transcribe(model, tokenizer, [], prompt=Prompt("fr", "fr"))

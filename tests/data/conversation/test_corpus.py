@@ -51,19 +51,6 @@ def test_every_conversation_is_loaded_with_its_speech(talks, tokenizer):
     assert corpus.audio(1).path.endswith("s1.wav")
 
 
-def test_an_epoch_has_every_conversation_once_in_static_batches(talks, tokenizer):
-    config, corpus = load(talks, tokenizer, micro_batches=2, epoch_end="exact")
-    loader = Loader(corpus, config, seed=1)
-    steps, seen, shapes = loader.steps(), [], set()
-    for _ in range(loader.plan(0).num_steps):
-        for batch in next(steps).batches:
-            seen += batch.ids
-            shapes.add(tuple(tensor.shape for tensor in batch.tensors()))
-    steps.close()
-    assert sorted(seen) == sorted(corpus.name(index) for index in range(len(corpus)))
-    assert len(shapes) == 1
-
-
 def test_text_alone_needs_a_token_budget(talks, tokenizer):
     with pytest.raises(ValueError, match=r"data\.token_budget"):
         load(talks[1:], tokenizer)

@@ -235,16 +235,6 @@ def test_a_corpus_under_one_step_is_spread_over_it(epoch_end: EpochEnd) -> None:
         assert plan.deferred.size == 0
 
 
-def test_what_fills_half_a_step_is_carried_over() -> None:
-    lengths, shape = lengths_of([10] * 25, [2] * 25), StaticShape(100, 20, 10)
-    plans = [planned(lengths, shape, epoch=epoch) for epoch in range(2)]
-    assert [plan.num_steps for plan in plans] == [2, 3]
-    assert [plan.padding_frames for plan in plans] == [0.0, 0.0]
-    assert [len(plan.deferred) for plan in plans] == [5, 0]
-    exact = planned(lengths, shape, epoch_end="exact")
-    assert sorted(len(exact.step(step)[0]) for step in range(3)) == [8, 8, 9]
-
-
 def test_steps_outside_the_epoch_are_refused() -> None:
     plan = planned(lengths_of([1], [1]), StaticShape(1, 1, 1))
     with pytest.raises(IndexError, match="step 1 of an epoch of 1 steps"):

@@ -77,15 +77,6 @@ def test_work_of_a_rank_is_that_of_all_its_micro_batches() -> None:
     assert figures(item, world_size=1).rank_imbalance_mean == 0
 
 
-def test_mean_and_p99_are_over_the_steps_of_all_epochs() -> None:
-    even, uneven = plan([4], [4]), plan([0], [3])
-    report = figures(*[even] * 98, *[uneven] * 2)
-    excess = flops(10, 3) / ((flops(10, 3) + flops(2, 2)) / 2) - 1
-    assert report.rank_imbalance_mean == pytest.approx(0.02 * excess)
-    assert report.rank_imbalance_p99 == pytest.approx(excess)
-    assert report.steps == 100
-
-
 def test_empty_micro_batches_of_a_partial_step() -> None:
     """Computed where the shape is static, and not there where it is not."""
     item = plan([0], [], [], [3, 1], of_step=4)

@@ -154,20 +154,6 @@ def test_batches_are_as_large_as_was_asked() -> None:
     assert max(map(len, micro_batches(plan))) == 9
 
 
-def test_padding_is_what_the_longest_utterances_leave_empty() -> None:
-    lengths = speech(300)
-    for strategy in BASELINES:
-        plan = make(strategy, lengths, options={"padded": True}).plan(3)
-        for values, padding in (
-            (lengths.frames, plan.padding_frames),
-            (lengths.tokens, plan.padding_tokens),
-        ):
-            rows = sum(widths(plan, values))
-            assert padding == pytest.approx(1 - values[plan.indices].sum() / rows)
-        exact = make(strategy, lengths).plan(3)
-        assert (exact.padding_frames, exact.padding_tokens) == (0.0, 0.0)
-
-
 def test_each_step_of_the_ladder_pads_less() -> None:
     lengths = speech(8000)
     shape = StaticShape(800, suggest_token_budget(lengths, 800), 100)

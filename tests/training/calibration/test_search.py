@@ -263,17 +263,6 @@ def test_a_trial_has_batches_as_planned_and_the_longest_together(population):
     assert cells(work.extreme, MODEL) > planned
 
 
-def test_a_batch_has_these_lengths(population):
-    work = population.workload(800, batches=1)
-    batch = batch_of(work.timed[0], work.shape, 12, 0)
-    count = len(work.timed[0])
-    assert list(batch.frames.lengths[:count]) == [f for f, _ in work.timed[0]]
-    assert list(batch.tokens.layout.lengths[:count]) == [u for _, u in work.timed[0]]
-    assert batch.frames.rows == 800
-    assert batch.audio_seconds == pytest.approx(0.08 * batch.frames.total)
-    assert int(batch.tokens.values.max()) < 12
-
-
 def test_utterances_that_training_would_drop_are_left_out():
     all_of_them = lengths(3000)
     all_of_them.tokens[5] = 900
