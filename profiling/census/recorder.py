@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from census import operators
 from effasr import ranges
 from effasr_kernels.runtime.dispatch import Dispatcher
 from effasr_kernels.runtime.launch import Launch, diverted
+from effasr_kernels.runtime.tiles import Programs
 
 _LARGEST_SEQUENCE_NUMBER = 2**63
 """Sequence numbers of nodes that accumulate gradients are larger; they have no forward module."""
@@ -37,6 +39,8 @@ class Entry:
     flops: int
     is_half: bool
     call: int
+    programs: int = 0
+    live: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -111,7 +115,10 @@ class Recorder(TorchDispatchMode):
         reached = [*launch.read, *launch.written]
         category = "optimizer" if reached else "reduction"
         size = sum(map(operators.size, [*tensors, *reached]))
-        self.add(name, category, [*tensors, *reached], 1, size)
+        # Of an axis of tiles, those with rows; of others all.
+        live = [x.live() if isinstance(x, Programs) else x for x in launch.grid]
+        programs = math.prod(launch.grid), math.prod(live)
+        self.add(name, category, [*tensors, *reached], 1, size, programs=programs)
         if by_frame:
             self.add(name, "reduction", by_frame, 0, sum(map(operators.size, by_frame)))
 
@@ -132,6 +139,7 @@ class Recorder(TorchDispatchMode):
         launches: int,
         size: int,
         flops: int = 0,
+        programs: tuple[int, int] = (0, 0),
     ) -> None:
         is_alone = self._operation is None
         call = next(self._numbers_of_calls) if is_alone else self._call
@@ -140,7 +148,7 @@ class Recorder(TorchDispatchMode):
         dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
         place = self._operation or category, *self._where(), by_frame
         work = launches, size, flops, dtype.itemsize == 2, call
-        self.entries.append(Entry(name, *place, *work))
+        self.entries.append(Entry(name, *place, *work, *programs))
 
     def _where(self) -> tuple[str, str]:
         if "backward" in self._ranges:

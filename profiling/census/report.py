@@ -26,6 +26,9 @@ _MIXING = {  # operations that mix frames or compute a loss; the other operation
     *("linear_cross_entropy", "ctc_loss", "transducer_loss"),
 }
 
+MOST_PER_LIVE = 1.3
+"""Largest ratio of the programs of kernels to those with rows."""
+
 _GRAPH_INPUTS_AND_OUTPUTS = 3
 """Number of copies around a replay besides the batch: counts in, loss and its parts out."""
 
@@ -70,6 +73,8 @@ def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
         "launches_update": launches_of(update),
         "launches_of": _grouped(micro_batch, _kind, launches_of),
         "bytes": _sum(entries, "bytes"),
+        "programs": _sum(entries, "programs"),
+        "programs_per_live": round(_sum(entries, "programs") / _sum(entries, "live"), 3),
         "flops": _sum(entries, "flops"),
         "categories": _grouped(entries, _kind, _figures),
         "layers": _grouped(entries, lambda x: layer_of(x.place), _figures),
@@ -167,6 +172,8 @@ def table(summary: dict[str, Any]) -> str:
         f"{roofline['ms_at_peak_flops']:.2f} ms for the products alone",
         f"launches a micro-batch  {summary['launches_eager']:,} eager; {graph}; the update "
         f"{summary['launches_update']:,}",
+        f"programs of kernels     {summary['programs']:,}, {summary['programs_per_live']:.3f} for "
+        "each with rows",
         f"bytes between products and kernels of an encoder layer  "
         f"{summary['bytes_between_per_frame_channel']:.1f} per frame and channel",
     ]
@@ -192,4 +199,8 @@ def growth(before: dict[str, Any], now: dict[str, Any], most: float) -> list[str
         if new > old * (1 + most):
             share = f" ({100 * (new / old - 1):+.1f} %)" if old else ""
             lines.append(f"{now['model']}: {name} has grown from {old:,} to {new:,}{share}")
+    if (ratio := now["programs_per_live"]) > MOST_PER_LIVE:
+        lines.append(
+            f"{now['model']}: programs_per_live must be at most {MOST_PER_LIVE}, but is {ratio}"
+        )
     return lines

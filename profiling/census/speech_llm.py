@@ -70,7 +70,7 @@ def conversation_batch(config: TrainConfig, frame_budget: int) -> ConversationBa
     settings, framing = config.model.language_model, config.model.features.framing
     assert settings is not None
     lengths = conversation_lengths(settings.stack)
-    population = Population.of(lengths, framing=framing)
+    population = Population.of(lengths, max_sequences="auto", framing=framing)
     shape = population.shape(frame_budget)
     examples = []
     for number, (frames, rows) in enumerate(population.planned(shape)[0]):

@@ -174,7 +174,8 @@ TABLE: dict[str, Constraints] = {
     ),
     "depthwise_conv": Constraints(
         usual=[{"taps": 9, "channels": 512, "gated": True, "statistics": True}],
-        kernels={"convolve", "convolve_backward", "sum_rows"},
+        kernels={"convolve", "convolve_backward", "sum_rows", "fill_tile_table"},
+        narrow_offsets={"fill_tile_table"},
         # A multiprocessor runs four programs, though the last of them merge statistics.
         registers={"convolve": 128},
         # Four channels of a thread at a time; and each input is gated once, not for each tap: four
@@ -207,7 +208,7 @@ TABLE: dict[str, Constraints] = {
             },
         ],
         small=[{"taps": 9, "channels": 64, "gated": True, "statistics": True}],
-        binaries=3,
+        binaries=4,
     ),
     "dropout_add_layer_norm": Constraints(
         usual=[{"channels": 1024, **STREAM, **DROPOUT}],

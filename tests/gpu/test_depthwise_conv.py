@@ -4,6 +4,7 @@ from torch import Tensor
 
 from effasr_kernels import PackedLayout, depthwise_conv
 from effasr_kernels.depthwise_conv import ConvArguments, _triton
+from effasr_kernels.runtime import tiles
 from effasr_kernels.runtime.deferred_sums import waiting
 
 
@@ -77,6 +78,25 @@ def test_statistics_repeat_to_the_bit_and_change_nothing_else(
     )
     assert all(map(torch.equal, first, second))
     assert torch.equal(plain, first[0])
+
+
+def test_programs_that_take_several_tiles_add_up_their_gradients(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of small integers, whose sums are exact in any order."""
+    sizes = (257, 0, 1, 128, 127, *[3] * 9)
+    layout = PackedLayout.from_lengths(sizes, device, rows=sum(sizes) + 7, num_sequences=40)
+    x, weight, bias, dy = (
+        torch.randint(-3, 4, shape).to(device, dtype).requires_grad_()
+        for shape in ((layout.rows, 6), (6, 5), (6,), (layout.rows, 6))
+    )
+    gradients = []
+    for programs in (528, 1):
+        monkeypatch.setattr(tiles, "_PROGRAMS", programs)
+        y = depthwise_conv(x, weight, layout, bias=bias, backend="triton")
+        gradients.append(torch.autograd.grad(y, (x, weight, bias), dy))
+    assert tiles.tile_programs(layout, 128, 1) == 5
+    assert all(map(torch.equal, *gradients))
 
 
 def test_no_gradients_of_the_statistics_are_made(

@@ -7,7 +7,14 @@ import triton.language as tl
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
 from effasr_kernels.runtime.launch import INTERPRETED, launch, recording
-from effasr_kernels.runtime.tiles import count_tiles, find_tile, locate_tile, tile_table
+from effasr_kernels.runtime.tiles import (
+    count_tiles,
+    find_tile,
+    kept_tile_table,
+    locate_tile,
+    tile_programs,
+    tile_table,
+)
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
@@ -53,26 +60,43 @@ def test_tiles_cover_each_row_once(
 
 
 @pytest.mark.parametrize("block", [16, 64])
-def test_a_table_holds_what_a_search_finds(
-    lengths: tuple[int, ...], block: int, device: torch.device
+@pytest.mark.parametrize("extra", [3, 200])
+def test_a_table_holds_what_a_search_finds_with_rows_first(
+    lengths: tuple[int, ...], block: int, extra: int, device: torch.device
 ) -> None:
     layout = PackedLayout.from_lengths(
-        lengths, device, rows=sum(lengths) + 37, num_sequences=len(lengths) + 3
+        lengths, device, rows=sum(lengths) + 37, num_sequences=len(lengths) + extra
     ).with_tile_tables()
-    grid = (count_tiles(layout.rows, layout.num_sequences, block),)
-    results = []
-    for tiles in (None, tile_table(layout, block)):
+    grid = (tile_programs(layout, block),)
+    results, table = [], tile_table(layout, block)
+    for tiles in (None, table):
         out = torch.full((*grid, 4), -1, dtype=torch.int64, device=device)
         arguments = layout.cu_seqlens, out, layout.num_sequences, layout.rows
         launch(write_tile, grid, tiles, *arguments, num_warps=1, BLOCK=block)
         results.append(out)
-    assert torch.equal(*results)
-    assert bool((results[0] >= 0).all())
+    searched, read = results
+    with_rows = searched[searched[:, 3] < searched[:, 2]]
+    live = int(table[0, 0])
+    assert live == len(with_rows) == grid[0].live()
+    assert torch.equal(read[:live], with_rows)
+    # The others have none; their programs return.
+    assert not read[live:, 2:].any()
+
+
+def test_programs_that_loop_are_no_more_than_tiles_have_rows(device: torch.device) -> None:
+    sizes = [88] * 96
+    layout = PackedLayout.from_lengths(sizes, device, rows=8_448, num_sequences=128)
+    every = tile_programs(layout, 64)
+    assert (every, every.live()) == (261, 192)
+    assert (tile_programs(layout, 64, each=2), tile_programs(layout, 64, times=8)) == (522, 1185)
+    for others, expected in ((1, 261), (3, 176), (4, 132), (8, 132)):
+        looping = tile_programs(layout, 64, others)
+        assert (looping, looping.live()) == (expected, min(expected, 192))
 
 
 def test_a_layout_makes_each_table_once(device: torch.device) -> None:
     layout = PackedLayout.from_lengths([20, 3], device)
-    assert tile_table(layout, 16) is None
+    assert kept_tile_table(layout, 16) is None
     shared = layout.with_tile_tables()
     with recording() as launches:
         tables = [tile_table(shared, block) for block in (16, 32, 16)]

@@ -29,7 +29,7 @@ from effasr_kernels.ctc_loss._lattice import sweep_backward, sweep_forward
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import ceil_div, launch
-from effasr_kernels.runtime.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.tiles import find_tile, tile_programs
 from effasr_kernels.shared.projection import project_backward, row_statistics
 
 _NARROWEST, _WIDEST = 64, 2048
@@ -52,7 +52,7 @@ def forward(a: CtcArguments) -> tuple[tuple[Tensor], tuple[Tensor, Tensor, Tenso
     config = _product(hidden.dtype, hidden.shape[1])
     launch(
         score_labels,
-        (count_tiles(rows, sequences, config["BLOCK_M"]), ceil_div(columns, config["BLOCK_N"])),
+        (tile_programs(a.layout_frames, config["BLOCK_M"]), ceil_div(columns, config["BLOCK_N"])),
         *(hidden, weight, bias, targets, *offsets, scores),
         *(sequences, rows, columns, *weight.shape),
         *(hidden.stride(0), weight.stride(0), a.blank_id),
@@ -146,7 +146,7 @@ def occupancies_of(
     )
     launch(
         merge_repeats,
-        (count_tiles(rows, sequences, _MERGED_FRAMES),),
+        (tile_programs(layout_frames, _MERGED_FRAMES),),
         *(occupancies, scale, targets, *offsets, sequences, rows, columns, blank_id),
         num_warps=4,
         num_stages=1,

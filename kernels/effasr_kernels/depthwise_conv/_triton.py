@@ -20,14 +20,13 @@ from effasr_kernels.depthwise_conv import ConvArguments
 from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import ceil_div, launch, unit_stride
-from effasr_kernels.runtime.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.tiles import read_tile, tile_programs, tile_table
 from effasr_kernels.shared.last_program import is_last_program
 from effasr_kernels.shared.partial_sums import summed, summed_parts
 
 _MOST_TAPS = 32
 _GROUPS, _STEP = 4, 4
-# The gradients of the taps are written once for each tile, so the backward takes larger ones.
-_BLOCK, _BLOCK_BACKWARD = 128, 256
+_BLOCK = 128
 _MERGED = 16
 """Statistics of tiles that a thread loads at a time. More would cost the convolution threads."""
 
@@ -41,25 +40,26 @@ def unsupported_reason(a: ConvArguments) -> str | None:
 def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]:
     x, layout = unit_stride(a.x), a.layout
     channels, width = a.weight.shape
-    tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK)
     config, options = _configuration(width, channels)
     blocks_c = ceil_div(channels, config["BLOCK_C"])
+    programs = tile_programs(layout, _BLOCK)
     y = x.new_empty(layout.rows, channels)
     # Without a row nothing is launched.
-    make = x.new_empty if tiles else x.new_zeros
+    make = x.new_empty if programs else x.new_zeros
     size = channels if a.statistics else 0
     mean, variance = (make(size, dtype=torch.float32) for _ in range(2))
     partials: tuple[Tensor | None, ...] = (None,) * 6
     if a.statistics:
         partials = (
-            *(_wide(x, blocks_c, tiles), _wide(x, tiles, channels), _wide(x, tiles, channels)),
+            _wide(x, blocks_c, programs),
+            *(_wide(x, programs, channels), _wide(x, programs, channels)),
             *(mean, variance, program_counters(x, blocks_c)),
         )
     launch(
         convolve,
-        (tiles, blocks_c),
+        (programs, blocks_c),
         *(x, a.weight.contiguous(), None if a.bias is None else a.bias.contiguous(), y, *partials),
-        *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
+        *(tile_table(layout, _BLOCK), layout.num_sequences, x.stride(0), channels),
         **options,
         **config,
         maxnreg=_most_registers(x.dtype, width, options["num_warps"]),
@@ -76,23 +76,24 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
 def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, layout = unit_stride(a.x), a.layout
     channels, width = a.weight.shape
-    tiles = count_tiles(layout.rows, layout.num_sequences, _BLOCK_BACKWARD)
+    config, options = _configuration(width, channels)
+    blocks_c = ceil_div(channels, config["BLOCK_C"])
+    programs = tile_programs(layout, _BLOCK, blocks_c)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     # The gradient of the weight in its order, then of the bias.
-    partials = _wide(x, tiles, width if a.bias is None else width + 1, channels)
-    config, options = _configuration(width, channels)
+    partials = _wide(x, programs, width if a.bias is None else width + 1, channels)
     launch(
         convolve_backward,
-        (tiles, ceil_div(channels, config["BLOCK_C"])),
+        (programs, blocks_c),
         *(grads[0], x, a.weight.contiguous(), dx, partials),
-        *(layout.cu_seqlens, layout.num_sequences, layout.rows, x.stride(0), channels),
+        *(tile_table(layout, _BLOCK), layout.num_sequences, x.stride(0), channels),
         **options,
         **config,
         TAPS=width,
         LEFT=_left(width, a.causal),
         GATED=a.gated,
         BIASED=a.bias is not None,
-        BLOCK=_BLOCK_BACKWARD,
+        BLOCK=_BLOCK,
     )
     if a.bias is None:
         dweight, dbias = summed(partials, a.weight.dtype), None
@@ -126,7 +127,7 @@ def _wide(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-@triton.jit(do_not_specialize=["sequences", "rows"])
+@triton.jit(do_not_specialize=["sequences"])
 def convolve(
     x,  # (rows, C), or (rows, 2C) if GATED
     weight,  # (C, TAPS), contiguous
@@ -138,9 +139,8 @@ def convolve(
     mean,  # float32 (C,), 0 if all counts are 0
     variance,  # float32 (C,), biased, 0 if all counts are 0
     counters,  # int32 (blocks of channels,); see `is_last_program`
-    cu_seqlens,  # int32 (N + 1,)
+    tiles,  # int32 (1 + tiles, 4); see `effasr_kernels.runtime.tiles.tile_table`
     sequences,  # N
-    rows,  # rows of x and y
     x_stride,
     channels,  # C
     TAPS: tl.constexpr,  # K
@@ -154,33 +154,30 @@ def convolve(
     STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
     """Write one tile of y, and the statistics of all; program (tile, block of channels)."""
-    # Statistics exclude the tail. The last program of a block of channels merges the
-    # statistics of all tiles.
-    tile = tl.program_id(0)
-    sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
+    # Statistics exclude the tail. The last program of a block of channels merges the statistics of
+    # all tiles with rows.
+    tile, live = tl.program_id(0), tl.load(tiles)
+    if tile >= live:
+        return
+    sequence, first, length, start = read_tile(tiles, tile, BLOCK)
+    real = tl.where(sequence < sequences, length, 0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    count = 0.0
-    tile_mean = tl.zeros((1, BLOCK_C), tl.float32)
-    square = tl.zeros((1, BLOCK_C), tl.float32)
-    if start < length:
-        x += (first + start) * x_stride
-        y += (first + start) * channels
-        real = tl.where(sequence < sequences, length, 0)
-        count, tile_mean, square = _convolve_tile(
-            x, weight, bias, y, c, start, length, real, x_stride, channels,
-            TAPS, LEFT, GATED, STATISTICS, BLOCK, BLOCK_C, GROUPS, STEP,
-        )  # fmt: skip
+    x += (first + start) * x_stride
+    y += (first + start) * channels
+    count, tile_mean, square = _convolve_tile(
+        x, weight, bias, y, c, start, length, real, x_stride, channels,
+        TAPS, LEFT, GATED, STATISTICS, BLOCK, BLOCK_C, GROUPS, STEP,
+    )  # fmt: skip
     if STATISTICS:
-        tiles = tl.num_programs(0)
         # Each block of channels has separate counts, so that its programs have written all that
         # the last of them reads.
-        counts += tl.program_id(1) * tiles
+        counts += tl.program_id(1) * live
         partial = tile.to(tl.int64) * channels + c
         tl.store(counts + tile, count)
         tl.store(means + partial, tile_mean, mask=c < channels)
         tl.store(squares + partial, square, mask=c < channels)
-        if is_last_program(counters, tl.program_id(1), tiles):
-            _merge(counts, means, squares, mean, variance, c, tiles, channels, MERGED, BLOCK_C)
+        if is_last_program(counters, tl.program_id(1), live):
+            _merge(counts, means, squares, mean, variance, c, live, channels, MERGED, BLOCK_C)
 
 
 @triton.jit
@@ -280,16 +277,15 @@ def _tiles_from(begin, index, counts, c, tiles, channels):
     return count, tile.to(tl.int64) * channels + c, (tile < tiles) & (c < channels)
 
 
-@triton.jit(do_not_specialize=["sequences", "rows"])
+@triton.jit(do_not_specialize=["sequences"])
 def convolve_backward(
     dy,  # (rows, C)
     x,  # (rows, C), or (rows, 2C) if GATED
     weight,  # (C, TAPS), contiguous
     dx,  # the shape of `x`, contiguous, written
-    partials,  # float32 (tiles, C TAPS [+ C]), written: sums for weight, then bias if BIASED
-    cu_seqlens,  # int32 (N + 1,)
+    partials,  # float32 (programs, C TAPS [+ C]), written: sums for weight, then bias if BIASED
+    tiles,  # int32 (1 + tiles, 4); see `effasr_kernels.runtime.tiles.tile_table`
     sequences,  # N
-    rows,  # rows of x, dx and dy
     x_stride,
     channels,  # C
     TAPS: tl.constexpr,  # K
@@ -301,29 +297,43 @@ def convolve_backward(
     GROUPS: tl.constexpr,  # number of rows computed in parallel
     STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
-    """Write one tile of dx and its partial sums of the gradients of the taps and the bias."""
+    """Write tiles of dx and their partial sums of the gradients of the taps and the bias."""
     # With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k the sum over s
     # of u_s dy_{s - k + P}. Both use the same window of dy, kept in registers as in the forward.
-    tile = tl.program_id(0)
-    sequence, first, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    inside = c < channels
-    partials += tile.to(tl.int64) * ((TAPS + 1 if BIASED else TAPS) * channels)
+    partials += tl.program_id(0).to(tl.int64) * ((TAPS + 1 if BIASED else TAPS) * channels)
     dw = ()
     for _ in tl.static_range(TAPS + 1):
         dw = dw + (tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32),)
-    if start >= length:
-        _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
-        return
-    real = tl.where(sequence < sequences, length, 0)
+    dx_stride = 2 * channels if GATED else channels
+    for tile in range(tl.program_id(0), tl.load(tiles), tl.num_programs(0)):
+        sequence, first, length, start = read_tile(tiles, tile, BLOCK)
+        real = tl.where(sequence < sequences, length, 0)
+        first += start
+        dw = _convolve_tile_backward(
+            dy + first * channels, x + first * x_stride, weight, dx + first * dx_stride, dw,
+            c, start, length, real, x_stride, dx_stride, channels,
+            TAPS, LEFT, GATED, BLOCK, GROUPS, STEP,
+        )  # fmt: skip
+    _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
+
+
+@triton.jit
+def _convolve_tile_backward(
+    dy, x, weight, dx, dw, c, start, length, real, x_stride, dx_stride, channels,
+    TAPS: tl.constexpr, LEFT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write the channels c of a tile of dx, and return the sums dw with those of the tile added."""
+    # The pointers are of the first row of the tile; `real` is as in `_convolve_tile`.
+    inside = c < channels
     size, each, group = span(length, start, BLOCK, GROUPS, STEP)
 
     # The taps are masked in the tail, so that its rows become zero.
-    w = load_taps(weight, c, inside & (sequence < sequences), group, TAPS)
-    dx_stride = 2 * channels if GATED else channels
-    dy += (first + start) * channels + group * channels + c
-    x += (first + start) * x_stride + group * x_stride + c
-    dx += (first + start) * dx_stride + group * dx_stride + c
+    w = load_taps(weight, c, inside & (real > 0), group, TAPS)
+    dy += group * channels + c
+    x += group * x_stride + c
+    dx += group * dx_stride + c
     row = start + group
     window = ()
     for k in tl.static_range(TAPS - 1):
@@ -346,7 +356,7 @@ def convolve_backward(
         for step in tl.static_range(STEP):
             row_offset = i + step
             window = window + (tl.cast(news[step], tl.float32),)
-            du = tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32)
+            du = tl.zeros_like(window[0])
             for k in tl.static_range(TAPS):
                 du += w[k] * window[TAPS - 1 - k]
             within = inside & (group + row_offset < size)
@@ -367,7 +377,7 @@ def convolve_backward(
                 summed = summed + (dw[k] + u * window[TAPS - 1 - k],)
             dw = summed + (dw[TAPS] + window[TAPS - 1 - LEFT],)
             window = window[1:]
-    _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
+    return dw
 
 
 @triton.jit

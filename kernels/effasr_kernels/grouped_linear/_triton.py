@@ -20,7 +20,7 @@ from effasr_kernels.grouped_linear import GroupedLinearArguments
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import capability, ceil_div, launch, multiprocessors, unit_stride
-from effasr_kernels.runtime.tiles import count_tiles, find_sequence, find_tile
+from effasr_kernels.runtime.tiles import find_sequence, find_tile, tile_programs
 
 
 def forward(a: GroupedLinearArguments) -> tuple[tuple[Tensor], tuple[()]]:
@@ -57,7 +57,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layout: PackedLayou
     launch(
         multiply,
         (
-            count_tiles(layout.rows, layout.num_sequences, tile["BLOCK_R"]),
+            tile_programs(layout, tile["BLOCK_R"]),
             ceil_div(outputs, tile["BLOCK_N"]),
         ),
         *(x, weight, bias, layout.cu_seqlens, y, layout.num_sequences, layout.rows),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from effasr_kernels.mask_features import MaskArguments
 from effasr_kernels.runtime.launch import launch
-from effasr_kernels.runtime.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.tiles import find_tile, tile_programs
 
 _ELEMENTS = 4096
 """Elements of a tile: 32 for each thread of 4 warps."""
@@ -26,7 +26,7 @@ def run(a: MaskArguments) -> Tensor:
     block_c = 1 << max(channels - 1, 0).bit_length()
     block_t = max(1, min(8, _ELEMENTS // block_c // a.rows_per_slot))
     y = a.x.new_empty(a.x.shape)
-    tiles = count_tiles(layout.rows, layout.num_sequences, block_t) if channels else 0
+    tiles = tile_programs(layout, block_t) if channels else 0
     freq, time = (None if x is None else x.contiguous() for x in (a.freq_shares, a.time_shares))
     launch(
         mask_rows,

@@ -1,29 +1,67 @@
 """Tiles of packed sequences: the rows that a program processes, computed on the device.
 
 A tile lies within one sequence; the tail of a static shape counts as sequence number N, so that its
-rows can be set to zero. The tiles of sequence n are numbered from ``cu_seqlens[n] // BLOCK + n``,
-which leaves enough numbers for all of them whatever the other lengths are. So the grid depends only
-on static sizes, and the host does not wait for the device. At most one number per sequence has no
-rows; its program returns early.
+rows can be set to zero. A search of the offsets numbers the tiles of sequence n from
+``cu_seqlens[n] // BLOCK + n``, which leaves enough numbers for all of them whatever the other
+lengths are. So the grid depends only on static sizes, and the host does not wait for the device. At
+most one number per sequence has no rows; its program returns early.
 
-A program finds its tile by a search of the offsets, or by one read of a table that a kernel has
-made of them, once for all launches of a batch; see `PackedLayout.with_tile_tables`.
+A table has the tiles with rows first, and their number: a kernel makes it of the offsets, once for
+all launches of a batch; see `PackedLayout.with_tile_tables`. A kernel that always reads one may
+have fewer programs than numbers, see `tile_programs`: program p takes the tiles p, p + P, p + 2 P,
+... of P programs, up to the number of those with rows, which it reads.
 """
 
 from __future__ import annotations
 
 # pyright: reportGeneralTypeIssues=false
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.packed import PackedLayout
-from effasr_kernels.runtime.launch import launch
+from effasr_kernels.runtime.launch import ceil_div, launch
+
+_PROGRAMS = 528
+"""Programs that fill a GPU: four for each of the 132 multiprocessors of an H200, whatever the GPU
+has, as sums depend on it."""
+
+
+class Programs(int):
+    """Programs along an axis of a grid; ``live``, which reads lengths, counts those with rows."""
+
+    live: Callable[[], int]
 
 
 def count_tiles(rows: int, sequences: int, block: int) -> int:
     """Number of tile numbers, for a grid: tiles of ``block`` rows, including unused numbers."""
     return rows // block + sequences + 1 if rows else 0
+
+
+def tile_programs(
+    layout: PackedLayout,
+    block: int,  # rows of a tile
+    others: int | None = None,  # programs along the other axes; None if each takes one tile
+    *,
+    times: int = 1,  # rows of a tile for each row of the layout
+    each: int = 1,  # programs of a tile
+) -> Programs:
+    """Programs along the axis of tiles; with ``others`` they loop, and may be fewer than tiles."""
+    # There are at least rows / block tiles with rows, so that none of as many programs is idle.
+    rows = layout.rows * times
+    count = count_tiles(rows, layout.num_sequences, block)
+    if others is not None and count:
+        count = min(count, max(ceil_div(rows, block), ceil_div(_PROGRAMS, each * others)))
+    programs = Programs(each * count)
+
+    def live() -> int:
+        lengths = *layout.lengths, layout.rows - layout.total
+        return each * min(count, sum(ceil_div(n * times, block) for n in lengths))
+
+    programs.live = live
+    return programs
 
 
 @triton.jit
@@ -49,30 +87,55 @@ def find_tile(cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr, times=1):
     return sequence, begin.to(tl.int64), end - begin, start
 
 
+@triton.jit
+def _tiles_before(cu_seqlens, sequences, rows, sequence, BLOCK: tl.constexpr):
+    """Number of tiles with rows in the sequences before a sequence."""
+    counts = tl.zeros((128,), dtype=tl.int32)
+    for first in range(0, sequence, 128):
+        n = first + tl.arange(0, 128)
+        begin = tl.load(cu_seqlens + n, mask=n < sequence, other=0)
+        end = tl.load(cu_seqlens + n + 1, mask=n < sequences, other=rows)
+        counts += tl.where(n < sequence, tl.cdiv(end - begin, BLOCK), 0)
+    return tl.sum(counts)
+
+
 @triton.jit(do_not_specialize=["sequences", "rows"])
 def fill_tile_table(cu_seqlens, tiles, sequences, rows, BLOCK: tl.constexpr):
     """Write the results of `find_tile` for one tile, int32 (4,): program (tile)."""
-    sequence, begin, length, start = find_tile(cu_seqlens, sequences, rows, tl.program_id(0), BLOCK)
-    tiles += tl.program_id(0) * 4
+    # The first row of the table has the number of tiles with rows, which come next. A tile without
+    # rows has length 0, so that its program returns.
+    tile = tl.program_id(0)
+    sequence, begin, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
+    before = _tiles_before(cu_seqlens, sequences, rows, sequence, BLOCK)
+    live = _tiles_before(cu_seqlens, sequences, rows, sequences + 1, BLOCK)
+    has_rows = start < length
+    behind = live + tile - before - tl.cdiv(length, BLOCK)
+    tl.store(tiles, live, mask=tile == 0)
+    tiles += (1 + tl.where(has_rows, before + start // BLOCK, behind)) * 4
     tl.store(tiles, sequence)
     tl.store(tiles + 1, begin.to(tl.int32))
-    tl.store(tiles + 2, length)
-    tl.store(tiles + 3, start)
+    tl.store(tiles + 2, tl.where(has_rows, length, 0))
+    tl.store(tiles + 3, tl.where(has_rows, start, 0))
 
 
-def tile_table(layout: PackedLayout, block: int) -> Tensor | None:
-    """The results of `find_tile` for each tile, int32 (tiles, 4), made at the first request."""
-    # None if the layout keeps no tables.
+def tile_table(layout: PackedLayout, block: int) -> Tensor:
+    """The number of tiles with rows, these, and the others: int32 (1 + tiles, 4)."""
+    # A layout that keeps tables has it made at the first request.
     tables, sequences = layout.tile_tables, layout.num_sequences
-    if tables is None:
-        return None
-    if block not in tables:
+    table = None if tables is None else tables.get(block)
+    if table is None:
         count = count_tiles(layout.rows, sequences, block)
-        table = layout.cu_seqlens.new_empty(count, 4)
+        table = layout.cu_seqlens.new_empty(1 + count, 4)
         arguments = layout.cu_seqlens, table, sequences, layout.rows
         launch(fill_tile_table, (count,), *arguments, num_warps=1, BLOCK=block)
-        tables[block] = table
-    return tables[block]
+        if tables is not None:
+            tables[block] = table
+    return table
+
+
+def kept_tile_table(layout: PackedLayout, block: int) -> Tensor | None:
+    """The table of a layout that keeps tables, else None, for kernels that can search as well."""
+    return None if layout.tile_tables is None else tile_table(layout, block)
 
 
 @triton.jit
@@ -81,12 +144,20 @@ def locate_tile(tiles, cu_seqlens, sequences, rows, tile, BLOCK: tl.constexpr):
     if tiles is None:
         sequence, begin, length, start = find_tile(cu_seqlens, sequences, rows, tile, BLOCK)
     else:
-        sequence = tl.load(tiles + tile * 4)
-        begin = tl.load(tiles + tile * 4 + 1).to(tl.int64)
-        length = tl.load(tiles + tile * 4 + 2)
-        # The compiler sees in a search that it is a multiple, and in a table it does not: without
-        # it, no vector of elements that begins there is aligned.
-        start = tl.multiple_of(tl.load(tiles + tile * 4 + 3), BLOCK)
+        sequence, begin, length, start = read_tile(tiles, tile, BLOCK)
+    return sequence, begin, length, start
+
+
+@triton.jit
+def read_tile(tiles, tile, BLOCK: tl.constexpr):
+    """The results of `find_tile` from a table, for a tile below the number that it begins with."""
+    tiles += 4 + tile * 4
+    sequence = tl.load(tiles)
+    begin = tl.load(tiles + 1).to(tl.int64)
+    length = tl.load(tiles + 2)
+    # The compiler sees in a search that it is a multiple, and in a table it does not: without it,
+    # no vector of elements that begins there is aligned.
+    start = tl.multiple_of(tl.load(tiles + 3), BLOCK)
     return sequence, begin, length, start
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import ceil_div, launch
-from effasr_kernels.runtime.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.tiles import count_tiles, find_tile, tile_programs
 from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.strided_depthwise import StridedArguments
 
@@ -51,7 +51,7 @@ def forward(a: StridedArguments) -> tuple[tuple[Tensor], tuple[()]]:
     y = a.x.new_empty(layout.rows, width, channels)
     launch(
         strided_forward,
-        (count_tiles(layout.rows * width, sequences, cut.span), ceil_div(channels, cut.block_c)),
+        (tile_programs(layout, cut.span, times=width), ceil_div(channels, cut.block_c)),
         *(t.contiguous() for t in (a.x, a.weight, a.bias)),
         *(layout.cu_seqlens, a.lengths.contiguous(), y, sequences, layout.rows),
         RELU=a.relu,

@@ -14,7 +14,7 @@ from torch import Tensor
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import capability, ceil_div, launch
-from effasr_kernels.runtime.tiles import count_tiles, find_tile
+from effasr_kernels.runtime.tiles import count_tiles, find_tile, tile_programs
 from effasr_kernels.shared.partial_sums import summed
 from effasr_kernels.subsampling_stem import StemArguments
 
@@ -65,7 +65,7 @@ def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
     launch(
         stem_forward,
         (
-            count_tiles(a.layout.rows * per_slot, sequences, cut.span),
+            tile_programs(a.layout, cut.span, times=per_slot),
             ceil_div(channels, cut.block_c),
         ),
         _patches(x, a.layout, lengths, per_slot),
@@ -122,7 +122,7 @@ def _patches(x: Tensor, layout: PackedLayout, lengths: Tensor, per_slot: int) ->
     patches = x.new_empty(rows // 2, bins // 2, 16)
     launch(
         stem_patches,
-        (count_tiles(layout.rows * per_slot, layout.num_sequences, _PATCH_SPAN),),
+        (tile_programs(layout, _PATCH_SPAN, times=per_slot),),
         *(x.contiguous(), layout.cu_seqlens, lengths, patches),
         *(layout.num_sequences, layout.rows, per_slot),
         BINS=bins,

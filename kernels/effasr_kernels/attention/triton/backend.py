@@ -26,7 +26,7 @@ from effasr_kernels.attention.triton.forward import attention_forward
 from effasr_kernels.attention.triton.relative import bounds, relative_backward, relative_scores
 from effasr_kernels.attention.triton.rotary import angle_table, rotated
 from effasr_kernels.runtime.launch import capability, launch, unit_stride
-from effasr_kernels.runtime.tiles import count_tiles, tile_table
+from effasr_kernels.runtime.tiles import kept_tile_table, tile_programs
 from effasr_kernels.shared.dropout import seed_tensor
 from effasr_kernels.shared.joined import empty_gradients
 
@@ -101,10 +101,10 @@ def forward(
     sequences = a.layout_q.num_sequences
     launch(
         attention_forward,
-        (count_tiles(rows, sequences, config.block_m), heads),
+        (tile_programs(a.layout_q, config.block_m), heads),
         None if a.content_bias is None else a.content_bias.contiguous(),
         *(call.q, call.k, call.v, call.bias, *call.pointers),
-        *(tile_table(a.layout_q, config.block_m), out, lse, penalty),
+        *(kept_tile_table(a.layout_q, config.block_m), out, lse, penalty),
         *(sequences, rows, call.bias_eighths, *call.sizes, *call.context),
         *(a.scale * _LOG2_E, *call.numbers),
         **call.options(config),
@@ -228,9 +228,9 @@ def _backward_kv(
     rows, sequences = a.layout_k.rows, a.layout_k.num_sequences
     launch(
         attention_backward_kv,
-        (count_tiles(rows, sequences, config.block_n), call.k.shape[1]),
+        (tile_programs(a.layout_k, config.block_n), call.k.shape[1]),
         *(call.q, call.k, call.v, call.bias, *call.pointers),
-        *(tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
+        *(kept_tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
         *(sequences, a.layout_q.rows, rows, call.bias_eighths, *call.sizes, grad_k.stride(0)),
         *(*call.context, a.scale, *call.numbers),
         **call.options(config),
@@ -243,9 +243,9 @@ def _backward_q(call: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_
     rows, sequences = a.layout_q.rows, a.layout_q.num_sequences
     launch(
         attention_backward_q,
-        (count_tiles(rows, sequences, config.block_m), call.q.shape[1]),
+        (tile_programs(a.layout_q, config.block_m), call.q.shape[1]),
         *(call.q, call.k, call.v, *call.pointers),
-        *(tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
+        *(kept_tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
         *(sequences, rows, *call.sizes, grad_q.stride(0), *call.context, a.scale),
         *call.numbers,
         **call.options(config),

@@ -42,7 +42,7 @@ def attention_backward_kv(
     cu_seqlens_q,  # int32 (N + 1,)
     cu_seqlens_k,  # int32 (N + 1,)
     seed,  # int64 (1,); None without `DROPOUT`
-    tiles,  # int32 (tiles, 4), of keys; see `effasr_kernels.runtime.tiles.locate_tile`
+    tiles,  # int32 (1 + tiles, 4), of keys; see `effasr_kernels.runtime.tiles.locate_tile`
     lse,  # float32 (H, T_q), contiguous, from the forward
     delta,  # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, from `row_delta`
     grad_out,  # (T_q, H, D), contiguous
@@ -254,7 +254,7 @@ def attention_backward_q(
     cu_seqlens_q,  # int32 (N + 1,)
     cu_seqlens_k,  # int32 (N + 1,)
     seed,  # int64 (1,); None without `DROPOUT`
-    tiles,  # int32 (tiles, 4), of queries; see `effasr_kernels.runtime.tiles.locate_tile`
+    tiles,  # int32 (1 + tiles, 4), of queries; see `effasr_kernels.runtime.tiles.locate_tile`
     lse,  # float32 (H, T_q), contiguous, from the forward
     delta,  # float32 (H, T_q), or (2, H, T_q) with ``GUIDED``, from `row_delta`
     grad_out,  # (T_q, H, D), contiguous

@@ -60,7 +60,7 @@ def attention_forward(
     cu_seqlens_q,  # int32 (N + 1,)
     cu_seqlens_k,  # int32 (N + 1,)
     seed,  # int64 (1,); None without `DROPOUT`
-    tiles,  # int32 (tiles, 4), of `layout_q`; see `effasr_kernels.runtime.tiles.locate_tile`
+    tiles,  # int32 (1 + tiles, 4), of `layout_q`; see `effasr_kernels.runtime.tiles.locate_tile`
     out,  # (T_q, H, D), contiguous, written; zeros for rows without keys
     lse,  # float32 (H, T_q), written: log2 of each row's sum of powers of two; -inf without keys
     penalty,  # float32 (T_q, H), written: mean distance from the diagonal; None unless ``GUIDED``

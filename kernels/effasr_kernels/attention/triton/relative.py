@@ -26,7 +26,7 @@ from effasr_kernels.attention.triton.delta import rows_of_block
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.launch import capability, ceil_div, launch, unit_stride
-from effasr_kernels.runtime.tiles import count_tiles, tile_table
+from effasr_kernels.runtime.tiles import Programs, kept_tile_table, tile_programs
 from effasr_kernels.shared.partial_sums import summed
 
 _STEP = forward.STEP.value
@@ -175,7 +175,7 @@ def _sizes(
     # With ``block_m``, queries of a tile, they include the table of the tiles.
     offsets: tuple[Any, ...] = layout_q.cu_seqlens, layout_k.cu_seqlens
     if block_m is not None:
-        offsets += (tile_table(layout_q, _STEP * block_m),)
+        offsets += (kept_tile_table(layout_q, _STEP * block_m),)
     reach = (table.shape[0] + 1) // 2
     return *offsets, layout_q.num_sequences, layout_q.rows, reach, scores.shape[-1] // 8
 
@@ -191,9 +191,9 @@ def _options(width: int, block_m: int, block_w: int, warps: int, stages: int) ->
     }
 
 
-def _tiles(layout: PackedLayout, block_m: int) -> int:
+def _tiles(layout: PackedLayout, block_m: int) -> Programs:
     """Number of tiles of every second query: twice as many as of adjacent queries."""
-    return _STEP * count_tiles(layout.rows, layout.num_sequences, _STEP * block_m)
+    return tile_programs(layout, _STEP * block_m, each=_STEP)
 
 
 def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:

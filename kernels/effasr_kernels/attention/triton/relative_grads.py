@@ -21,7 +21,7 @@ def grad_queries(
     table,  # (2 reach - 1, H, D), a pointer
     cu_seqlens_q,  # int32 (N + 1,), a pointer
     cu_seqlens_k,  # int32 (N + 1,), a pointer
-    tiles,  # int32 (tiles, 4), of BLOCK_M * STEP queries; see `locate_tile`
+    tiles,  # int32 (1 + tiles, 4), of BLOCK_M * STEP queries; see `locate_tile`
     sequences,  # N
     rows,  # T_q
     reach,  # L

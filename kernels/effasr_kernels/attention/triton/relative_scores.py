@@ -43,7 +43,7 @@ def scores(
     delta,  # float32 (H, T_q), a pointer, written: sums of ``result * grad_result``; or None
     cu_seqlens_q,  # int32 (N + 1,), a pointer
     cu_seqlens_k,  # int32 (N + 1,), a pointer
-    tiles,  # int32 (tiles, 4), of BLOCK_M * STEP queries; see `locate_tile`
+    tiles,  # int32 (1 + tiles, 4), of BLOCK_M * STEP queries; see `locate_tile`
     sequences,  # N
     rows,  # T_q
     reach,  # L

@@ -18,7 +18,7 @@ from effasr_kernels.attention.position import Rotary
 from effasr_kernels.attention.triton.config import next_power_of_two
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime.launch import ceil_div, launch
-from effasr_kernels.runtime.tiles import count_tiles, locate_tile, tile_table
+from effasr_kernels.runtime.tiles import kept_tile_table, locate_tile, tile_programs
 
 _ELEMENTS = 4096
 """Elements of a tile of `rotate`."""
@@ -74,7 +74,7 @@ def rotate(
     cos,  # float32 (positions, HALF), contiguous
     sin,  # same shape as `cos`
     cu_seqlens,  # int32 (N + 1,)
-    tiles,  # int32 (tiles, 4); see `effasr_kernels.runtime.tiles.locate_tile`
+    tiles,  # int32 (1 + tiles, 4); see `effasr_kernels.runtime.tiles.locate_tile`
     out,  # (T, H, D), contiguous, written
     sequences,  # N
     rows,  # T
@@ -138,8 +138,8 @@ def rotated(
     block_m = max(1, _ELEMENTS // block_d // 2)
     launch(
         rotate,
-        (count_tiles(rows, layout.num_sequences, block_m), heads),
-        *(x, *angles, layout.cu_seqlens, tile_table(layout, block_m), out),
+        (tile_programs(layout, block_m), heads),
+        *(x, *angles, layout.cu_seqlens, kept_tile_table(layout, block_m), out),
         *(layout.num_sequences, rows, heads, *x.stride()[:2]),
         WIDTH=width,
         HALF=half,
