@@ -85,6 +85,9 @@ class DecodingConfig:
         fallback: Decode again what the attention decoder repeats, by CTC where the model has it,
             else with ``no_repeat_ngram`` (the default). Texts that reach the limit of
             ``tokens_per_frame``, or repeat something at least 8 times in a row, are decoded again.
+        fallback_confidence: Also decode again what has a confidence under P, from 0 to 1, and take
+            a text that is above P (default: none; Whisper's own threshold is 0.37). By CTC where
+            the model has it, else with a rising ``temperature``.
         tokens_per_frame: With ``extra_tokens``, limits the length of a transcript to
             ``tokens_per_frame * frames + extra_tokens``, because the attention decoder may repeat
             itself forever. `effasr.transcription.recognizer.Recognizer` halves it for frames of 40
@@ -156,6 +159,7 @@ class DecodingConfig:
     vad: Literal["auto", "silero", "loudness"] = field(default="auto", metadata={"metavar": "VAD"})
     no_speech: float | None = field(default=None, metadata={"metavar": "P"})
     fallback: bool = True
+    fallback_confidence: float | None = field(default=None, metadata={"metavar": "P"})
     tokens_per_frame: float = 2.0
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -196,6 +200,12 @@ class DecodingConfig:
         self._check_range("gap_seconds", 0.1, "leave it out to decode all audio")
         if self.no_speech is not None:
             check(0.0 <= self.no_speech <= 1.0, "no_speech", "be from 0 to 1", self.no_speech)
+        if (least := self.fallback_confidence) is not None:
+            rule = "be from 0 to 1, and left out where `fallback` is false"
+            is_used = self.fallback and 0.0 <= least <= 1.0
+            check(is_used, "fallback_confidence", rule, least)
+            rule = "be left out with `long_form` sequential, which has Whisper's thresholds"
+            check(self.long_form == "chunked", "fallback_confidence", rule, least)
         self._check_range("length_penalty", 0, leaves)
         self._check_range("coverage_penalty", 0, covers)
         share = "it is the share of CTC in the scores, and the decoder has the rest"
@@ -279,8 +289,9 @@ class DecodingConfig:
                 check(getattr(self, name) is False, name, rule, True)
 
             rule = f"be left out with `{reader}`, which reads no confidence"
-            left_out = getattr(self, reader) is None or self.no_speech is None
-            check(left_out, "no_speech", rule, self.no_speech)
+            for name in ("no_speech", "fallback_confidence"):
+                left_out = getattr(self, reader) is None or getattr(self, name) is None
+                check(left_out, name, rule, getattr(self, name))
 
     @property
     def effective_length_penalty(self) -> float:

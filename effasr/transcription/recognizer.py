@@ -55,6 +55,7 @@ from effasr.transcription.recordings import (
 )
 from effasr.transcription.results import (
     Alternative,
+    Fallback,
     Result,
     Segment,
     WordConfidence,
@@ -72,6 +73,7 @@ _PHRASE_SECONDS = 5.0  # typical utterances that are longer have pauses in them
 _CHUNK_SECONDS = 30.0  # longest chunk by default
 
 _FALLBACK_NGRAM = 4
+_FALLBACK_TEMPERATURES = 0.2, 0.4, 0.6, 0.8, 1.0  # as Whisper's
 
 _NO_AUDIO = np.zeros(0, np.float32)
 
@@ -96,8 +98,9 @@ class Recognizer:
         self.method = check_config(model, self.config)
         if self.config.has_times:
             timestamp_rules(model, tokenizer)
-        # The confidence decides with `no_speech`, too.
-        judged = self.config.confidence or self.config.no_speech is not None
+        # The confidence decides with `no_speech` and `fallback_confidence`, too.
+        limits = self.config.no_speech, self.config.fallback_confidence
+        judged = self.config.confidence or limits != (None, None)
         self._search = replace(self.config, confidence=judged)
         self._lm = load_lm(self.config, model, tokenizer)
         self._boost = load_boost(self.config, model, tokenizer)
@@ -447,33 +450,50 @@ class Recognizer:
     def _decoded_again(
         self, results: Iterable[tuple[Piece, Decoded]]
     ) -> Iterator[tuple[Piece, Decoded]]:
-        """Yield results; of what the attention decoder has repeated, those of another search."""
+        """Yield results; of what the attention decoder repeats or doubts, those of other searches.
+
+        A text in doubt is replaced by one that is not.
+        """
+        least = self.config.fallback_confidence
         for piece, result in results:
-            repeated = result.truncated or repeats(result.tokens)
-            config = self._fallback(piece) if repeated else None
-            if config is not None:
+            reason: Fallback | None = None
+            if result.truncated or repeats(result.tokens):
+                reason = "repetition"
+            elif least is not None and _is_doubted(result, least):
+                reason = "low_likelihood"
+            for config in () if reason is None else self._fallbacks(piece, reason):
                 batch, prompts = self._collated([piece])
                 readers = self._lm, self._boost
                 # Nobody would decode the piece again: its batch is done.
                 with suppress(torch.OutOfMemoryError):
-                    (result,) = decode(self.model, self.tokenizer, batch, prompts, config, *readers)
+                    (other,) = decode(self.model, self.tokenizer, batch, prompts, config, *readers)
+                    is_better = not (other.truncated or repeats(other.tokens))
+                    is_better &= least is None or not _is_doubted(other, least)
+                    if is_better or reason == "repetition":
+                        result, piece.fallback = other, reason
+                        break
             yield piece, result
 
-    def _fallback(self, piece: Piece) -> DecodingConfig | None:
+    def _fallbacks(self, piece: Piece, reason: Fallback) -> Iterator[DecodingConfig]:
         config = self._search
         if self.method != "attention" or not config.fallback or self._is_sequential:
-            return None
+            return
+        plain = replace(
+            DecodingConfig(tokens_per_frame=config.tokens_per_frame),
+            extra_tokens=config.extra_tokens,
+            nbest=None if config.nbest is None else 1,
+            words=config.words,
+            confidence=config.confidence,
+            word_confidence=config.word_confidence,
+        )
         if self.model.config.ctc and piece.recording.request.prompt.monotonic:
-            return DecodingConfig(
-                method="ctc",
-                nbest=None if config.nbest is None else 1,
-                words=config.words,
-                confidence=config.confidence,
-                word_confidence=config.word_confidence,
-            )
-        if config.no_repeat_ngram is None:
-            return replace(config, no_repeat_ngram=_FALLBACK_NGRAM)
-        return None
+            yield replace(plain, method="ctc")
+        elif reason == "low_likelihood":
+            heated = replace(plain, method="attention", timestamps=config.timestamps)
+            for heat in _FALLBACK_TEMPERATURES:
+                yield replace(heated, temperature=heat)
+        elif config.no_repeat_ngram is None:
+            yield replace(config, no_repeat_ngram=_FALLBACK_NGRAM)
 
     def _judge(self, piece: Piece) -> None:
         """Drop the text of what is probably no speech, and the score if it was not requested."""
@@ -481,6 +501,7 @@ class Recognizer:
         if least is not None and piece.chunk.speech < least and (sure or 0.0) < least:
             piece.text, piece.truncated, piece.alternatives = "", False, ()
             piece.words = piece.word_confidences = ()
+            piece.fallback = "no_speech"
         if not self.config.confidence:
             piece.score = None
 
@@ -504,7 +525,12 @@ class Recognizer:
             score = piece.score and piece.score.of_tokens(part.last - part.first)
             truncated = piece.truncated and part.end is None
             segment = Segment(start, end, text, truncated, words, score)
-            segment = replace(segment, word_confidences=confidences, channel=request.channel)
+            segment = replace(
+                segment,
+                word_confidences=confidences,
+                channel=request.channel,
+                fallback=piece.fallback,
+            )
             segments.append(segment)
         return tuple(segments)
 
@@ -583,6 +609,11 @@ class Recognizer:
             framing=self._features.framing,
         )
         return batch.to(device), prompts
+
+
+def _is_doubted(result: Decoded, least: float) -> bool:
+    sure = confidence([result.score])
+    return sure is not None and sure < least
 
 
 def repeats(tokens: Sequence[int], times: int = 8, longest: int = 8) -> bool:

@@ -19,6 +19,7 @@ from effasr.transcription.results import (
     INTERRUPTED,
     Alternative,
     Failure,
+    Fallback,
     Result,
     Segment,
     Transcription,
@@ -57,6 +58,7 @@ class Piece:
     alternatives: tuple[Alternative, ...] = ()
     word_confidences: tuple[WordConfidence, ...] | None = ()
     segments: tuple[Segment, ...] = ()  # what timestamps divide the text into
+    fallback: Fallback | None = None
     decoded: bool = False
 
     def as_segments(self) -> tuple[Segment, ...]:
@@ -73,6 +75,7 @@ class Piece:
             self.alternatives,
             self.word_confidences,
             channel=channel,
+            fallback=self.fallback,
         )
         return (whole,)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from effasr.data.prompt import Prompt
 from effasr.decoding.confidence.calibration import ConfidenceCalibration
@@ -109,6 +109,10 @@ class Correction:
     gain: float
 
 
+Fallback = Literal["repetition", "low_likelihood", "no_speech"]
+"""Why a segment was decoded again by another search, or has no text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     start: float  # seconds from the beginning of the recording
@@ -123,6 +127,7 @@ class Segment:
     # What a corrector wrote, if that is not the text of the search.
     correction: Correction | None = None
     channel: int | None = None  # channel that was transcribed alone, from 0
+    fallback: Fallback | None = None  # why the text is not that of the search
 
     @property
     def mean_word_confidence(self) -> float | None:
@@ -151,6 +156,8 @@ class Segment:
             row["channel"] = self.channel
         if self.truncated:
             row["truncated"] = True
+        if self.fallback is not None:
+            row["fallback"] = self.fallback
         if self.score is not None:
             row["confidence"] = self.confidence
         if self.alternatives:

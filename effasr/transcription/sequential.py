@@ -110,10 +110,12 @@ class SequentialBatches(SingleBatches):
             log_prob = mean_log_prob(result)
             varied = compression(self._tokenizer.decode(result.tokens)) <= _MOST_COMPRESSION
             if log_prob < _LEAST_LOG_PROB and self._is_silent(piece):
+                piece.fallback = "no_speech"
                 return Decoded(()), temperature
             if (varied and log_prob >= _LEAST_LOG_PROB) or not self._config.fallback:
                 return result, temperature
             tried.append((varied, log_prob, result))
+            piece.fallback = piece.fallback or ("low_likelihood" if varied else "repetition")
         return max(tried, key=lambda item: item[:2])[2], _TEMPERATURES[-1]
 
     def _drawn(self, piece: Piece, prompt: list[int], temperature: float) -> Decoded:

@@ -28,6 +28,7 @@ DECODING = [
     "--vad {auto,silero,loudness}",
     "--no-speech P",
     "--fallback --no-fallback",
+    "--fallback-confidence P",
     "--frame-budget N",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]

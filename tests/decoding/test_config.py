@@ -48,6 +48,8 @@ LISTED = {"beam": 2, "nbest": 2}
         (LISTED | {"boost": LM, "score_parts": True}, "`boost` must be left out with `score_p"),
         ({"gap_seconds": 0.01}, "`gap_seconds` must be at least 0.1, but is 0.01"),
         ({"no_speech": 1.5}, "`no_speech` must be from 0 to 1, but is 1.5"),
+        ({"fallback_confidence": 1.5}, "`fallback_confidence` must be from 0 to 1, .* but is 1.5"),
+        ({"fallback_confidence": 0.1, "fallback": False}, "left out where `fallback` is false"),
         (LISTED | {"second_lm": LM, "no_speech": 0.5}, "`no_speech` must be left out with `sec"),
         ({"temperature": -0.1}, "`temperature` must be 0 with a beam, and at least 0, but is -0.1"),
         ({"beam": 2, "temperature": 0.2}, "`temperature` must be 0 with a beam"),

@@ -179,6 +179,9 @@ def test_refusals(label, tmp_path) -> None:
     """Labels are not mixed with those of another model, nor with other files."""
     assert label().code == 0
     assert "its `method` was 'ctc' and is 'attention'" in label("--method", "attention").error
+    # The detector, which `--vad auto` chooses by what is installed.
+    assert json.loads((tmp_path / "labels/labels.json").read_text())["vad"] == "loudness"
+    assert "its `fallback` was True and is False" in label("--no-fallback").error
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").touch()
     assert label(out="other").code == 2

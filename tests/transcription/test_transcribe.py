@@ -10,10 +10,13 @@ import torch
 
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.decode import decode
+from effasr.decoding.decoded import Decoded, Score
 from effasr.model.asr import ASRModel
 from effasr.nn.cache.contiguous import GROUP
 from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.feed_forward import FeedForward
+from effasr.transcription import recognizer
 from effasr.transcription.recognizer import Recognizer, Request, repeats
 from effasr.transcription.results import Failure, Transcription
 from effasr.transcription.transcribe import Waveform, render, transcribe
@@ -269,6 +272,8 @@ def test_what_repeats_itself_is_decoded_again(model, tokenizer, waveforms) -> No
     for index, is_cut in enumerate(cut):
         expected = by_ctc[index] if is_cut else plain[index].text
         assert results[index].text == expected
+        (segment,) = results[index].as_row()["segments"]
+        assert segment.get("fallback") == ("repetition" if is_cut else None)
     # CTC does not translate.
     prompt = Prompt("en", "de", "translate")
     translated = _texts_of(model, tokenizer, waveforms, prompt, DecodingConfig())
@@ -277,6 +282,49 @@ def test_what_repeats_itself_is_decoded_again(model, tokenizer, waveforms) -> No
     assert translated != _texts_of(
         model, tokenizer, waveforms, prompt, DecodingConfig(fallback=False)
     )
+
+
+def test_what_is_unlikely_is_decoded_again(model, tokenizer, noise, monkeypatch) -> None:
+    """By CTC, and translations, which it cannot write, by temperatures; if that is not unlikely."""
+    sources = [Waveform(str(seed), noise(0.5, seed=seed), RATE) for seed in range(8)]
+
+    def segments(prompt=None, **options):
+        config = DecodingConfig(confidence=True, **options)
+        results = transcribe(model, tokenizer, sources, prompt=prompt, config=config)
+        return [segment for result in results for segment in result.segments]
+
+    plain = segments(fallback=False)
+    doubted = [not s.truncated and not repeats(tokenizer.encode(s.text, "en")) for s in plain]
+    by_ctc = segments(method="ctc")
+    least = next(
+        (before.confidence + other.confidence) / 2
+        for before, other, is_doubted in zip(plain, by_ctc, doubted, strict=True)
+        if is_doubted and other.confidence > before.confidence
+    )
+    kinds = set()
+    for before, other, is_doubted, segment in zip(
+        plain, by_ctc, doubted, segments(fallback_confidence=least), strict=True
+    ):
+        is_likelier = is_doubted and before.confidence < least <= other.confidence
+        reason = "low_likelihood" if is_likelier else None if is_doubted else "repetition"
+        assert segment.fallback == reason
+        assert segment.text == (before if reason is None else other).text
+        kinds.add((reason, before.confidence < least))
+    assert kinds >= {("low_likelihood", True), (None, True), (None, False)}
+    temperatures = []
+
+    def draw(*arguments):
+        temperature = arguments[4].temperature
+        if not temperature:
+            return decode(*arguments)
+        temperatures.append(temperature)
+        return [Decoded((5, 6), score=Score(-0.1 if temperature > 0.5 else -9.0, 1))]
+
+    monkeypatch.setattr(recognizer, "decode", draw)
+    drawn = segments(Prompt("de", "en", "translate"), fallback_confidence=0.6)
+    replaced = [segment for segment in drawn if segment.fallback == "low_likelihood"]
+    assert {segment.text for segment in replaced} == {tokenizer.decode([5, 6]).strip()}
+    assert temperatures == [0.2, 0.4, 0.6] * len(replaced)
 
 
 def _texts_of(model, tokenizer, waveforms, prompt, config) -> list[str]:

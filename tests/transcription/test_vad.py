@@ -13,7 +13,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import Durations
 from effasr.transcription.inputs import vad
 from effasr.transcription.inputs.chunking import speech_chunks
-from effasr.transcription.inputs.vad import Detectors, LoudnessDetector
+from effasr.transcription.inputs.vad import Detectors, LoudnessDetector, SileroDetector
 from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
 
@@ -228,6 +228,24 @@ def test_silero_takes_no_sound_for_speech(sound, silero) -> None:
     detector = detectors.take()
     assert not list(speech_chunks([samples], RATE, detector))
     detectors.give_back(detector)
+
+
+def test_silero_computes_nothing_of_digital_silence(silero) -> None:
+    class Network:
+        sample_rate, window_size_samples, calls = RATE, 512, 0
+
+        def reset(self) -> None: ...
+
+        def process(self, window: memoryview) -> float:
+            self.calls += 1
+            return 0.9
+
+    network = Network()
+    silence = np.zeros(512 * 50, np.float32)
+    silence[::7] = 1e-6
+    speech = SileroDetector(RATE, network)(np.concatenate([silence, voice(1.6), silence]))
+    assert network.calls == 50
+    assert np.flatnonzero(speech)[[0, -1]] == pytest.approx([160, 319], abs=3)
 
 
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050])

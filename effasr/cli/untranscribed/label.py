@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.data.checksums import sha256
     from effasr.distributed.process_group import choose_device
     from effasr.training.checkpointing.averaging import load_run
+    from effasr.transcription.inputs.vad import Detectors
     from effasr.transcription.label import FAILED, MANIFEST_FILE, LabelFolder, checked
     from effasr.transcription.transcribe import transcribe
 
@@ -89,12 +90,15 @@ def run(options: argparse.Namespace) -> int:
     default = loaded.prompt.stating(options.language)
     sources = _sources(options.audio, default)
     names = ("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight")
-    names += ("no_repeat_ngram", "lm_weight", "gap_seconds", "chunk_seconds")
+    names += ("no_repeat_ngram", "lm_weight", "gap_seconds", "chunk_seconds", "no_speech")
+    names += ("fallback", "fallback_confidence")
     settings = {name: getattr(config, name) for name in names}
     settings |= {"model": sha256(directory / WEIGHTS), "lm": config.lm and str(config.lm)}
     if config.lm_unit != "token":  # Folders of earlier versions have no such setting.
         settings["lm_unit"] = config.lm_unit
     settings["language"] = default.source
+    # What `auto` is depends on the packages.
+    settings["vad"] = Detectors(config.vad, loaded.model.config.features.sample_rate).name
     labels = LabelFolder(options.out, settings)
     remaining = labels.missing(sources)
     if len(remaining) < len(sources):

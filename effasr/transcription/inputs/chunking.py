@@ -17,11 +17,11 @@ _WINDOW_HOPS = 20
 
 # Least pause at which speech is cut that is longer than a chunk: 0.3 s, of which detectors, which
 # average over 50 ms, may take the ends for speech.
-_PAUSE_SECONDS = 0.2
+_PAUSE_SECONDS = 0.25
 MARGIN_SECONDS = 0.1  # background that stays before and after speech
-# Ends this quiet, and as far below the loudest of a chunk, are no background of speech: recordings
-# were joined, gated or decoded from a codec. Models that were trained without take them for sounds.
-_DIGITAL_DB, _BELOW_PEAK_DB = -80.0, 50.0
+# Ends so far below the weak parts of speech are no background of it: recordings were joined, gated
+# or decoded from a codec. Models that were trained without take them for sounds.
+_QUIET_DB = 20.0
 # Speech is detected in windows of this length, whole numbers of what Silero decides at once; the
 # last one may be longer by a half, so that none is short.
 _DETECTION_SECONDS = 24.0
@@ -103,18 +103,18 @@ def trimmed(
         places = np.flatnonzero(speech)
         first, last = (places[0], places[-1]) if len(places) else (0, len(speech))
         begin, end = max(0, int(first) - margin) * hop, (int(last) + 1 + margin) * hop
-        share = float(speech[begin // hop : end // hop].mean())
-        yield _audible(chunk.start + begin, samples[begin:end], share, sample_rate)
+        part = speech[begin // hop : end // hop]
+        yield _audible(chunk.start + begin, samples[begin:end], part, sample_rate)
 
 
 def _audible(
-    start: int, samples: np.ndarray, share: float, sample_rate: int
+    start: int, samples: np.ndarray, speech: np.ndarray, sample_rate: int
 ) -> tuple[Chunk, np.ndarray]:
-    """Return a chunk without digital silence at its ends."""
+    """Return a chunk without ends that are far quieter than all speech in it."""
     levels = loudness(samples, sample_rate)
-    audible = np.flatnonzero(
-        levels > min(_DIGITAL_DB, levels.max(initial=-np.inf) - _BELOW_PEAK_DB)
-    )
+    share = float(speech.mean())
+    least = np.quantile(levels[speech[: len(levels)]], 0.1) - _QUIET_DB if speech.any() else -np.inf
+    audible = np.flatnonzero(levels > least)
     if len(audible):
         hop = hop_samples(sample_rate)
         begin, end = int(audible[0]) * hop, (int(audible[-1]) + 1) * hop
@@ -206,9 +206,8 @@ class _Held:
             end = self._end(places, ended)
             if end is None:
                 return
-            start, share = self._start, float(self._speech[:end].mean())
-            samples = self._take(end)
-            yield _audible(start, samples, share, self._rate)
+            start, speech = self._start, self._speech[:end]
+            yield _audible(start, self._take(end), speech, self._rate)
         self._take(max(0, len(self._speech) - self._margin))
 
     def _end(self, places: np.ndarray, ended: bool) -> int | None:
