@@ -24,7 +24,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,6 +73,27 @@ class LoadedModel:
     model: ASRModel
     tokenizer: Tokenizer
     prompt: Prompt
+
+    def with_window(self, seconds: float) -> LoadedModel:
+        """Return a Whisper with the same weights that hears silence up to ``seconds``."""
+        config = self.model.config
+        features = config.features
+        longest = getattr(config.encoder, "max_frames", 0) * features.framing.seconds
+        if features.kind != "whisper":
+            raise ValueError(
+                f"`--window` must be left out, because this model of kind {features.kind} hears no "
+                f"silence behind an utterance, but is {seconds:g}."
+            )
+        if seconds > longest:
+            raise ValueError(
+                f"`--window` must be at most {longest:g} s, the longest that the model reads, but "
+                f"is {seconds:g}."
+            )
+        config = replace(config, features=replace(features, minimum_s=seconds))
+        state = self.model.state_dict()
+        model = ASRModel.from_state_dict(config, self.model.vocab_size, state).eval()
+        model.durations = self.model.durations
+        return replace(self, model=model.to(next(self.model.parameters()).device))
 
 
 def save_model(

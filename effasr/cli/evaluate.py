@@ -11,8 +11,8 @@ from effasr.cli.options import (
     NBEST,
     RUN_HELP,
     AddCommand,
-    add_averaged,
     add_decoding,
+    add_model,
     add_prompt,
     at_least,
     decoding_config,
@@ -35,7 +35,7 @@ def add(command: AddCommand) -> None:
         example="effasr evaluate --run runs/mine --manifest data/dev --beam 4",
     )
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
-    add_averaged(parser)
+    add_model(parser)
     parser.add_argument("--manifest", type=Path, required=True, help=MANIFEST_HELP)
     add_prompt(parser)
     parser.add_argument(
@@ -69,8 +69,10 @@ def run(options: argparse.Namespace) -> int:
     from effasr.evaluation.tables import report
 
     loaded, checkpoints = load_checkpoints(options)
-    # Averaged weights are in no file; and a training may remove the file while it is evaluated.
-    weights = sha256(checkpoints[0] / WEIGHTS) if options.averaged is None else None
+    # Averaged weights are in no file, and in another window it is another model; and a training may
+    # remove the file while it is evaluated.
+    is_saved = options.averaged is None and options.window is None
+    weights = sha256(checkpoints[0] / WEIGHTS) if is_saved else None
     cuts, unreadable = read_cuts(options, loaded.prompt)
     with decoding_progress(len(cuts)) as decoded:
         evaluation = evaluate(
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             f"{first.id}: {first.reason}"
         )
     print_folded(report(evaluation, options.worst))
-    folder = options.output or _default_folder(options.run, options.manifest, options.averaged)
+    folder = options.output or _default_folder(options)
     if folder is None:
         print_folded(
             f"not saved, because {options.run} is a model directory: --output FOLDER keeps the "
@@ -106,11 +108,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _default_folder(run: Path, manifest: Path, averaged: int | None) -> Path | None:
-    """runs/NAME/evaluation/SET, with a suffix for an average of checkpoints; None without a run."""
-    if not (run / "checkpoints").is_dir():
+def _default_folder(options: argparse.Namespace) -> Path | None:
+    """runs/NAME/evaluation/SET, with a suffix for other weights or windows; None without a run."""
+    if not (options.run / "checkpoints").is_dir():
         return None
     from effasr.evaluation.result import set_name
 
-    suffix = "" if averaged is None else f"-averaged-{averaged}"
-    return run / "evaluation" / f"{set_name(manifest)}{suffix}"
+    suffix = "" if options.averaged is None else f"-averaged-{options.averaged}"
+    suffix += "" if options.window is None else f"-window-{options.window:g}"
+    return options.run / "evaluation" / f"{set_name(options.manifest)}{suffix}"

@@ -154,13 +154,20 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_averaged(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--averaged",
         type=at_least(1),
         metavar="N",
         help="average of the weights and batch-norm statistics of the last N checkpoints of the "
         "run, in place of the best checkpoint",
+    )
+    parser.add_argument(
+        "--window",
+        type=seconds,
+        metavar="S",
+        help="seconds to which a Whisper hears silence behind speech, in place of the 30 of its "
+        "training: 10 is faster, with other errors (see docs/finetuning.md)",
     )
 
 
@@ -170,7 +177,10 @@ def load_checkpoints(options: argparse.Namespace) -> tuple[LoadedModel, list[Pat
     from effasr.training.checkpointing.averaging import load_run
 
     with working("loading the model"):
-        return load_run(options.run, options.averaged, choose_device(options.device))
+        loaded, paths = load_run(options.run, options.averaged, choose_device(options.device))
+        if options.window is not None:
+            loaded = loaded.with_window(options.window)
+    return loaded, paths
 
 
 def read_cuts(options: argparse.Namespace, prompt: Prompt) -> tuple[list[Cut], list[Failure]]:

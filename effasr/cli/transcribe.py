@@ -16,9 +16,9 @@ from effasr.cli.options import (
     NBEST,
     RUN_HELP,
     AddCommand,
-    add_averaged,
     add_decoding,
     add_fields,
+    add_model,
     add_prompt,
     at_least,
     decoding_config,
@@ -65,7 +65,7 @@ def add(command: AddCommand) -> None:
         example="effasr transcribe --run runs/mine calls --output texts --format srt",
     )
     parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
-    add_averaged(parser)
+    add_model(parser)
     parser.add_argument(
         "files",
         nargs="*",

@@ -9,7 +9,7 @@ import pytest
 from effasr.cli.main import build_parser
 
 RUN = ["--run RUN!"]
-AVERAGED = ["--averaged N"]
+MODEL = ["--averaged N", "--window S"]
 DECODING = [
     "--device DEVICE",
     "--decoding FILE.yaml",
@@ -67,18 +67,18 @@ SURFACE = {
     ],
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
-        *RUN, *AVERAGED, "--manifest MANIFEST!", *PROMPT, "--normalizer NORMALIZER",
+        *RUN, *MODEL, "--manifest MANIFEST!", *PROMPT, "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, *LONG_FORM, *BOOST, "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
     ],
     "tune": [
-        "RUN", *AVERAGED, "DEV", "--output FILE.yaml", *PROMPT, "--normalizer NORMALIZER",
+        "RUN", *MODEL, "DEV", "--output FILE.yaml", *PROMPT, "--normalizer NORMALIZER",
         *DECODING, "--nbest N", *SECOND_PASS, *CORRECTOR,
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
-        *RUN, *AVERAGED, "FILE...", "--manifest MANIFEST", *PROMPT, "--track N",
+        *RUN, *MODEL, "FILE...", "--manifest MANIFEST", *PROMPT, "--track N",
         "--channel N", "--per-channel", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--timestamps", "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",

@@ -126,6 +126,23 @@ def test_a_plan_tells_how_much_is_silence(effasr, checkpoint, corpus, tmp_path):
     assert "silence" not in effasr(*plan).out
 
 
+def test_another_window_is_that_of_the_changed_model(effasr, checkpoint, corpus, tmp_path):
+    imported, shorter = tmp_path / "imported", tmp_path / "shorter"
+    assert effasr("import", checkpoint, imported).code == 0
+    shutil.copytree(imported, shorter)
+    description = (shorter / "model.yaml").read_text()
+    assert "minimum_s: 2.0" in description
+    (shorter / "model.yaml").write_text(description.replace("minimum_s: 2.0", "minimum_s: 1.0"))
+    audio = [corpus / f"{number}.wav" for number in (1, 3, 4)]
+    expected = effasr("transcribe", "--run", shorter, *audio, "--no-fallback").out
+    given = effasr("transcribe", "--run", imported, *audio, "--no-fallback", "--window", 1)
+    assert given.out == expected != effasr("transcribe", "--run", imported, *audio).out
+    failed = effasr("transcribe", "--run", imported, *audio, "--window", 3)
+    assert (
+        "`--window` must be at most 2 s, the longest that the model reads, but is 3" in failed.error
+    )
+
+
 def test_timestamps_that_a_tokenizer_does_not_list_stay_possible(effasr, checkpoint, tmp_path):
     """As in the tokenizer.json of some folders of faster-whisper."""
     folder, out = tmp_path / "folder", tmp_path / "out"

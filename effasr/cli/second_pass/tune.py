@@ -12,8 +12,8 @@ from effasr.cli.options import (
     NBEST,
     RUN_HELP,
     AddCommand,
-    add_averaged,
     add_decoding,
+    add_model,
     add_prompt,
     decoding_config,
     load_checkpoints,
@@ -44,7 +44,7 @@ def add(command: AddCommand) -> None:
         example="effasr tune runs/mine dev.jsonl --beam 8 --ctc-weight 0.3",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help=RUN_HELP)
-    add_averaged(parser)
+    add_model(parser)
     parser.add_argument("manifest", type=Path, metavar="DEV", help=MANIFEST_HELP)
     parser.add_argument(
         "--output",
