@@ -20,11 +20,13 @@ from effasr.training.config import TrainConfig
 from effasr.training.strategies.parallelism import is_bfloat16
 from effasr_kernels import (
     OPERATIONS,
+    Backend,
     BackendUnavailable,
     PackedLayout,
     RelativeBias,
     attention,
 )
+from effasr_kernels.attention.order import ORDER
 from effasr_kernels.runtime.example import ExampleInputs
 
 RESULTS = Path(effasr.__file__).parents[1] / "profiling" / "results" / "ops.csv"
@@ -67,6 +69,52 @@ def select_backends(
         setattr(use.module, use.attribute, served[key])
 
 
+def explained_backends(
+    model: ASRModel, config: TrainConfig, device: torch.device, results: Path = RESULTS
+) -> Iterator[tuple[str, str, str]]:
+    """What `select_backends` gives each part of a model: field and part, backend, and why."""
+    dtype = torch.bfloat16 if is_bfloat16(config.training.precision, device) else torch.float32
+    rows, seen = _rows(results, device, dtype), set()
+    for use in _uses(model, device, dtype):
+        label = f"kernels.{use.field} ({use.place.partition('.')[0]})"
+        if label in seen:
+            continue
+        seen.add(label)
+        requested = getattr(config.kernels, use.field) or config.kernels.attention
+        try:
+            backend = _backend_of(use, requested, rows)
+        except ValueError as error:
+            yield label, "refused", str(error)
+            continue
+        if requested != "auto":
+            yield label, requested, "as the recipe says"
+        elif backend is not None:
+            yield label, backend, f"the fastest on this GPU by {results.name}"
+        else:
+            yield label, *_first_of(use, device)
+
+
+def _first_of(use: _Use, device: torch.device) -> tuple[str, str]:
+    """The backend that serves a use without a request, and what keeps those before it."""
+    is_attention = use.field.endswith("attention") and use.field != "guided_attention"
+    order = ORDER if is_attention else OPERATIONS[use.field].backends
+    reasons = []
+    for backend in order:
+        if backend is Backend.REFERENCE and device.type == "cuda":
+            break
+        try:
+            use.call(backend.value)
+        except BackendUnavailable as error:
+            reasons.append(f"{backend.value}: {_reason(error, backend.value)}")
+        else:
+            return backend.value, "; ".join(reasons) or "the first of those that serve"
+    return "none", "; ".join(reasons)
+
+
+def _reason(error: BackendUnavailable, backend: str) -> str:
+    return str(error).partition(f"({backend}: ")[2].removesuffix(").")
+
+
 def _backend_of(use: _Use, requested: str, rows: Sequence[Mapping[str, str]]) -> str | None:
     if requested == "auto":
         for backend in _fastest(rows, use):
@@ -79,7 +127,7 @@ def _backend_of(use: _Use, requested: str, rows: Sequence[Mapping[str, str]]) ->
     try:
         use.call(requested)
     except BackendUnavailable as error:
-        reason = str(error).partition(f"({requested}: ")[2].removesuffix(").")
+        reason = _reason(error, requested)
         parts = ", kernels.decoder_attention or kernels.cross_attention"
         others = parts if use.field == "attention" else ""
         raise ValueError(

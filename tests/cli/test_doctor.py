@@ -162,6 +162,8 @@ def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatc
     requested = recipe_rows("small", ["training.cuda_graph=true", "training.device=cpu"])
     assert {row.name: row.value for row in requested}["training.cuda_graph"] == "refused"
     monkeypatch.setattr(doctor, "choose_device", lambda name: torch.device("cuda"))
+    # Backends are called on the device.
+    monkeypatch.setattr(doctor, "explained_backends", lambda *_: [])
     rows = {row.name: row for row in recipe_rows("small", ["training.cuda_graph=false"])}
     assert rows["training.cuda_graph"].value == "no"
     assert rows["training.cuda_graph"].note == "possible, but turned off"
@@ -171,6 +173,28 @@ def test_a_requested_graph_is_refused_and_an_unwanted_one_is_possible(monkeypatc
     rows = {row.name: row for row in recipe_rows("small", [])}
     assert rows["training.cuda_graph"].value == "yes"
     assert rows["training.bfloat16_weights"].value == "yes"
+
+
+def test_a_recipe_has_the_backends_of_its_operations_and_why():
+    overrides = ["training.device=cpu", "kernels.decoder_attention=reference"]
+    rows = {
+        row.name: row
+        for row in recipe_rows("small", [*overrides, "kernels.cross_attention=flash_attn_3"])
+        if row.name.startswith("kernels.")
+    }
+    served = "reference" if native.unsupported_reason() else "cpp"
+    assert {name: row.value for name, row in rows.items()} == {
+        "kernels.attention (encoder)": served,
+        "kernels.decoder_attention (decoder)": "reference",
+        "kernels.cross_attention (decoder)": "refused",
+        "kernels.guided_attention (decoder)": served,
+        "kernels.ctc_loss (the CTC loss)": served,
+    }
+    notes = {name: row.notes for name, row in rows.items()}
+    assert "varlen: does not support relative positions" in notes["kernels.attention (encoder)"]
+    assert notes["kernels.decoder_attention (decoder)"] == ["as the recipe says"]
+    (refusal,) = notes["kernels.cross_attention (decoder)"]
+    assert "is flash_attn_3" in refusal
 
 
 def test_a_recipe_with_a_language_model_shows_its_budgets():

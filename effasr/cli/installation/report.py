@@ -21,9 +21,11 @@ from effasr import config as configuration
 from effasr.data.checksums import installed_version
 from effasr.distributed.process_group import choose_device
 from effasr.evaluation.tables import to_text
+from effasr.model.asr import ASRModel
 from effasr.optim.adamw import apex_unsupported_reason
 from effasr.training.config import TrainConfig
 from effasr.training.cuda_graph import obstacles, uses_graph
+from effasr.training.kernels import explained_backends
 from effasr.training.strategies.parallelism import is_bfloat16, reason_for_autocast
 from effasr.untrusted.display import display_width
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
@@ -45,6 +47,8 @@ _PACKAGES = {
     "espeakng-loader": "the speech of the demo",
     "pytorch_optimizer": "LAMB",
 }
+_VOCABULARY = 1_024
+"""Of a recipe's model, whose backends do not depend on it."""
 _WIDTH, _WIDEST_VALUE = 100, 30
 """Columns where there is no terminal, and of the column of versions and backends."""
 _ABSENT = ": not installed"
@@ -246,6 +250,10 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
     rows += [Row(section, name, value, "") for name, value in values.items()]
     if config.model.language_model is not None:
         rows += _rows_of_language_model(config, section)
+    else:
+        with torch.device("meta"):
+            model = ASRModel(config.model, _VOCABULARY)
+        rows += [Row(section, *row) for row in explained_backends(model, config, device)]
     return rows
 
 
