@@ -305,6 +305,10 @@ def convolve_backward(
     dw = ()
     for _ in tl.static_range(TAPS + 1):
         dw = dw + (tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32),)
+    if tl.program_id(0) >= tl.load(tiles):
+        # Zeros need no exchange between threads.
+        _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
+        return
     dx_stride = 2 * channels if GATED else channels
     for tile in range(tl.program_id(0), tl.load(tiles), tl.num_programs(0)):
         sequence, first, length, start = read_tile(tiles, tile, BLOCK)
