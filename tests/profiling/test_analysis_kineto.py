@@ -166,15 +166,3 @@ def test_damaged_traces_are_refused_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as error:
             sources.read(path)
         assert "\n" not in str(error.value)
-
-
-def test_the_median_is_of_calls_and_not_of_their_stretches(path: Path) -> None:
-    trace = Trace()
-    trace.note("step", 0, 100_000)
-    for start in (0, 50_000):
-        trace.operator("aten::linear", start, start + 40_000)
-        trace.operator("aten::t", start + 1000, start + 2000)
-    top = summary.analyze(sources.gather([trace.write(path)])).report["kernels"]["top"]
-    assert top[0]["name"] == "aten::linear"
-    assert top[0]["calls"] == 2
-    assert top[0]["median_us"] == 39

@@ -81,14 +81,6 @@ def test_what_compute_hides_is_not_what_limits_the_run(tmp_path: Path) -> None:
     assert "most of all matmul (69.9 % of it)" in result["verdict"]["text"]
 
 
-def test_the_first_action_is_about_the_largest_part(tmp_path: Path) -> None:
-    actions = limited_by("data_wait", tmp_path / "export.sqlite")["actions"]
-    assert actions[0]["basis"] == "waiting for data"
-    assert actions[0]["share"] == pytest.approx(0.6, abs=1e-4)
-    assert actions[0]["speedup_at_most"] == pytest.approx(2.5, abs=1e-3)
-    assert [a["share"] for a in actions] == sorted((a["share"] for a in actions), reverse=True)
-
-
 def test_padding_is_worth_the_compute_that_it_takes(tmp_path: Path) -> None:
     export = Export()
     export.range("step", 0, 1000)

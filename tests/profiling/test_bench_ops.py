@@ -268,14 +268,6 @@ def _distance(case: Case, peer: str) -> float:
     return error(case.peers[peer]().outcome(), judge(case))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 1_000])
-def test_tiles_of_any_size_agree(rows: int) -> None:
-    batch = _batch([5, 1, 3], [2, 1, 4])
-    whole = transducer.chunked(batch, 1_000).outcome()
-    for name, x in transducer.chunked(batch, rows).outcome().items():
-        torch.testing.assert_close(x, whole[name])
-
-
 def test_padded_losses_agree_for_any_upstream() -> None:
     batch, upstream = _batch([5, 1, 3], [2, 1, 0]), [torch.tensor([1.0, -2.0, 0.5])]
     expected = replace(transducer.chunked(batch, 4), upstream=upstream).outcome()

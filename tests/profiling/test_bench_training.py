@@ -23,11 +23,6 @@ SIZES = ["--frame-budget", "100", "--utterances", "60", "--longest", "4"]
 TINY = ["--model", "small", *SIZES]
 
 
-@pytest.fixture
-def setup() -> training.Setup:
-    return training.Setup.of(training._parser().parse_args(SIZES), "small")
-
-
 @pytest.mark.parametrize(("count", "budget"), [(300, 500), (7, 400), (1, 100)])
 def test_random_batches_are_those_of_lhotse(count: int, budget: int) -> None:
     corpus = Corpus.of(count, 100, 8.0)
@@ -37,18 +32,6 @@ def test_random_batches_are_those_of_lhotse(count: int, budget: int) -> None:
     plan = made.plan(0)
     expected = [plan.step(n)[0].tolist() for n in range(plan.num_steps)]
     assert random_batches(corpus.lengths.frames, budget) == expected
-
-
-@pytest.mark.parametrize("system", training.SYSTEMS)
-def test_no_batch_is_larger_than_the_budget(system: str, setup: training.Setup) -> None:
-    plan = plan_of(system, setup.corpus, setup.shape)
-    assert all(plan)
-    planned = [index for batch in plan for index in batch]
-    assert len(set(planned)) == len(planned) > 50
-    for batch in setup.batches(system, 3):
-        assert batch.frames.rows <= 100
-        if system == "packed_static":
-            assert batch.frames.rows == 100
 
 
 @pytest.mark.parametrize("system", ["packed", "random", "sync_bucketed_2d"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from effasr.cli.installation.report import recipe_rows
@@ -124,6 +125,52 @@ def test_on_a_cpu_modules_keep_their_forwards(monkeypatch):
     monkeypatch.setattr(fused, "rms_norm", None)
     monkeypatch.setattr(fused, "gated_activation", None)
     _outcome(model)
+
+
+class _Norm(nn.Module):
+    def __init__(self, change=""):
+        super().__init__()
+        self.weight, self.eps, self.change = nn.Parameter(torch.ones(8)), 1e-6, change
+
+    def forward(self, x):
+        wide = x.float()
+        if self.change == "mean":
+            wide = wide - wide.mean(-1, keepdim=True)
+        eps = 1e-5 if self.change == "eps" else self.eps
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if self.change == "rounding":
+            return (y * self.weight).to(x.dtype)
+        return self.weight * y.to(x.dtype)
+
+
+class _Gated(nn.Module):
+    def __init__(self, change=""):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 6), nn.Linear(8, 6)
+        self.down_proj, self.change = nn.Linear(6, 8), change
+        self.extra = nn.Dropout(0.0) if change == "dropout" else nn.Identity()
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.change == "swapped":
+            gate, up = up, gate
+        if self.change == "clamped":
+            gate = gate.clamp(max=50.0)
+        if self.change == "residual":
+            return x + self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.extra(F.silu(gate) * up))
+
+
+@pytest.mark.parametrize("change", ["", "mean", "eps", "rounding"])
+def test_a_norm_that_computes_something_else_keeps_its_forward(change):
+    result = fused.fuse(nn.Sequential(_Norm(change)))
+    assert result.counts == {"RMS norms": (0 if change else 1, 1)}
+
+
+@pytest.mark.parametrize("change", ["", "swapped", "clamped", "residual", "dropout"])
+def test_a_network_that_computes_something_else_keeps_its_forward(change):
+    result = fused.fuse(nn.Sequential(_Gated(change)))
+    assert len(result.forwards) == (0 if change else 1)
 
 
 def test_doctor_counts_them(tmp_path):
