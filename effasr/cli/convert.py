@@ -90,8 +90,9 @@ def _model_in(source: Path) -> Path:
 
 def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
     from effasr.data.tokenizer import WhisperTokenizer, load_hugging_face
-    from effasr.interop.huggingface.checkpoint import import_model
-    from effasr.interop.huggingface.files import check_tokenizer, read_prompt_settings
+    from effasr.interop.huggingface.checkpoint import CLASSES, import_model
+    from effasr.interop.huggingface.ctranslate2 import is_ctranslate2
+    from effasr.interop.huggingface.files import check_tokenizer, read_config, read_prompt_settings
     from effasr.model.asr import ASRModel
 
     if (source / "adapter_config.json").is_file():
@@ -106,6 +107,8 @@ def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | No
             "Hugging Face, but has no config.json: `hf download openai/whisper-small --local-dir "
             "FOLDER` fetches one."
         )
+    if not is_ctranslate2(source):
+        read_config(source, *CLASSES)
     check_tokenizer(source)
     tokenizer = load_hugging_face(source)
     model = ASRModel.from_state_dict(*import_model(source))

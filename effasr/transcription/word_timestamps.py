@@ -54,6 +54,7 @@ def word_timestamps(
     start this much before their first frame, but not before the last frame of the previous word.
     A word ends where the next one or a pause starts. Words of one token share its time.
     """
+    spans = _without_marks(tokens, spans, decode)
     groups = word_groups(tokens, spans, decode, spaces, cuts)
     centres = [group.first * frame_seconds for group in groups]
     # Each boundary is midway between the last frame of the previous word and the frame after it.
@@ -78,6 +79,19 @@ def word_timestamps(
     least = min(HOP_SECONDS, 0.999 * (until - offset) / max(1, len(words)))
     times = in_order([(word.start, word.end) for word in words], offset, until, least)
     return [Word(word.text, *time) for word, time in zip(words, times, strict=True)]
+
+
+def _without_marks(
+    tokens: Sequence[int], spans: Sequence[Span], decode: Callable[[list[int]], str]
+) -> list[Span]:
+    """Give marks the times of the tokens before them: they are recognised in the pause after."""
+    timed: list[Span] = []
+    for token, span in zip(tokens, spans, strict=True):
+        text = decode([token]).strip()
+        # A token may be a part of a letter.
+        is_mark = text and not any(letter.isalnum() or letter == "\ufffd" for letter in text)
+        timed.append(timed[-1] if is_mark and timed else span)
+    return timed
 
 
 def divided(texts: Sequence[str], start: float, end: float) -> list[Word]:

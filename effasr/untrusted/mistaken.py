@@ -43,6 +43,11 @@ _KINDS: tuple[tuple[re.Pattern[bytes], str, str], ...] = tuple(
         (rb'\s*\{\s*"(error|message|detail)"', "an answer of a server with an error", _AGAIN),
         (rb".{4,12}WhisperSpec", "a model.bin of faster-whisper", _FOLDER),
         (rb"GGUF", "a GGUF file of llama.cpp", "import the model of Hugging Face that it is of"),
+        (
+            rb".{0,8}\x12.(pytorch|onnx|tf2onnx|skl2onnx|keras2onnx)",
+            "an ONNX graph, which has no weights to train",
+            "import the model of Hugging Face or NeMo that it is of",
+        ),
         (rb"lmgg", "a ggml file of whisper.cpp", "import the model of Hugging Face that it is of"),
         (rb"\x89HDF", "an HDF5 file, as TensorFlow and Keras write", "save it with PyTorch"),
         (rb".{8}\{\s*\"", "a file of safetensors", _FOLDER),

@@ -156,6 +156,7 @@ THINGS = {
     "a gzip of a web page": gzip.compress(PAGE),
     "a recording": b"RIFF" + bytes(100),
     "an HDF5 file": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "an ONNX graph, which has no weights": b"\x08\x08\x12\x07pytorch" + bytes(100),
     "a ggml file of whisper.cpp": b"lmgg" + bytes(100),
     "a packed file": b"7z\xbc\xaf\x27\x1c" + bytes(100),
     "empty: download it again": b"",
@@ -220,5 +221,8 @@ def test_a_pointer_in_a_model_directory_is_named(effasr, model, workplace):
 def test_another_class_is_refused_with_those_that_are_read(effasr, whisper, tmp_path):
     update(whisper / "config.json", model_type="wav2vec2")
     failed = effasr("import", whisper, tmp_path / "out")
-    assert "must be canary or parakeet_ctc or" in failed.error
+    assert "must be canary or cohere_asr or" in failed.error
     assert "or whisper, but is wav2vec2" in failed.error
+    # Whatever else the folder has not.
+    (whisper / "tokenizer.json").unlink()
+    assert effasr("import", whisper, tmp_path / "out").error == failed.error

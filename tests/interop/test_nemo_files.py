@@ -58,6 +58,14 @@ def changed(archives, tmp_path):
         ("rnnt", "target", "nemo.EncDecRNNTModel", "`target` must be one of EncDecCTCModelBPE"),
         ("rnnt", "adapters", {"a": {}}, "`adapters` must be empty"),
         ("rnnt", "preprocessor._target_", "x.AudioToMFCCPreprocessor", "`preprocessor._target_`"),
+        (
+            "rnnt",
+            "target",
+            "mine.CTC",
+            "is mine.CTC: these .* Of a class that derives from one of t",
+        ),
+        ("rnnt", "encoder.d_model", "${encoder.none}", "`encoder.d_model` must be an int, but is"),
+        ("rnnt", "encoder.d_model", "${encoder}", "`encoder.d_model` must be an int, but is"),
         ("rnnt", "preprocessor.normalize", "all_features", "per_feature or NA, but is 'all_fe"),
         ("rnnt", "preprocessor.window", "hamming", "`preprocessor.window` must be hann, but is"),
         ("rnnt", "preprocessor.log_zero_guard_value", 1e-5, "2 \\*\\* -24, but is 1e-05"),
@@ -142,6 +150,18 @@ def test_what_is_trained_otherwise_is_named(changed, caplog):
     assert "`decoding.greedy.max_symbols` = 5" in second
     assert imported.config.spec_augment.time_masks == 0
     assert imported.config.spec_augment.freq_masks == 2
+
+
+def test_references_within_a_configuration_are_followed(archives, changed):
+    config = archives["rnnt"].config
+    width, features = config["encoder"]["d_model"], config["preprocessor"]["features"]
+    defaults = {"model_defaults": {"enc_hidden": width, "bands": features}}
+    references = {
+        "encoder.d_model": "${model_defaults.enc_hidden}",
+        "encoder.feat_in": "${model_defaults.bands}",
+    }
+    model = import_nemo(changed("rnnt", defaults | references))
+    assert model.config == import_nemo(FOLDER / "rnnt.nemo").config
 
 
 def test_defaults_of_nemo_are_filled_in(changed):

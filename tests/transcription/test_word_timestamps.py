@@ -49,7 +49,7 @@ def test_too_few_frames_have_no_path() -> None:
     assert viterbi(np.zeros((0, 2)), [5]) is None
 
 
-PIECES = {1: " one", 2: " tw", 3: "o", 4: " three four", 5: ""}
+PIECES = {1: " one", 2: " tw", 3: "o", 4: " three four", 5: "", 6: ",", 7: "."}
 
 
 def decode(tokens: list[int]) -> str:
@@ -107,6 +107,18 @@ def test_words_are_in_order_and_have_a_duration(seed) -> None:
     assert times == sorted(times)
     assert times[0] >= 0
     assert all(word.start < word.end for word in words)
+
+
+def test_marks_which_are_recognised_in_the_pause_after_a_word_do_not_lengthen_it() -> None:
+    speech = np.zeros(400, dtype=bool)
+    speech[20:60] = speech[200:260] = True
+    options = {"frame_seconds": 0.08, "speech": speech}
+    plain = word_timestamps([1, 2, 3], [(3, 4), (26, 27), (28, 29)], decode, **options)
+    spans = [(3, 4), (24, 25), (26, 27), (28, 29), (45, 46)]
+    marked = word_timestamps([1, 6, 2, 3, 7], spans, decode, **options)
+    assert [word.text for word in marked] == ["one,", "two."]
+    assert [(w.start, w.end) for w in marked] == [(w.start, w.end) for w in plain]
+    assert marked[0].end <= 0.7
 
 
 def test_tokens_without_text_belong_to_the_word_before() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -29,6 +30,7 @@ from effasr.untrusted.tensors import named_tensors
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _PREFIX = "nemo:"
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _MOST_BYTES = 64 << 20
 """Most bytes of a file other than the weights."""
 
@@ -132,7 +134,8 @@ def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoA
     if missing or weights is None:
         raise ValueError(
             f"{path} must be a .nemo file, but has no {' and no '.join(missing)}: give what "
-            "NeMo's `model.save_to` wrote."
+            "NeMo's `model.save_to` wrote. If they are in a folder of the tar, unpack it with "
+            "`tar -xf`, and name that folder."
         )
     text = files.pop(CONFIG)
     if len(text) > YAML_BYTES:
@@ -141,6 +144,7 @@ def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoA
         config = parse_yaml(text.decode("utf-8"), f"{path}: {CONFIG}")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {CONFIG} is not valid YAML: {error}.") from error
+    config = _resolved(config, config)
     # A recipe, unlike a configuration, has the model in a separate section.
     if isinstance(config, dict) and "encoder" not in config:
         config = config.get("model", config)
@@ -148,6 +152,20 @@ def _archive(path: Path, files: dict[str, bytes], weights: Path | None) -> NemoA
         excerpt = repr(config)[:200]
         raise ValueError(f"{path}: {CONFIG} must be a mapping, but is {excerpt}.")
     return NemoArchive(path, config, named_tensors(weights, f"{path}: {WEIGHTS}"), files)
+
+
+def _resolved(value: Any, root: Any) -> Any:
+    """Replace references such as ``${model_defaults.enc_hidden}`` by the values that they name."""
+    if isinstance(value, dict):
+        return {key: _resolved(item, root) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolved(item, root) for item in value]
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    target = root
+    for key in match[1].split(".") if match else ():
+        target = target.get(key) if isinstance(target, dict) else None
+    plain = match and isinstance(target, bool | int | float | str)
+    return target if plain else value
 
 
 def write_archive(

@@ -31,7 +31,9 @@ def model_class(config: Mapping[str, Any]) -> str:
     if name not in CLASSES:
         raise ValueError(
             f"`target` must be one of {', '.join(CLASSES)}, but is {config.get('target')}: these "
-            "are NeMo's FastConformer models with a SentencePiece tokenizer."
+            "are NeMo's FastConformer models with a SentencePiece tokenizer. Of a class that "
+            "derives from one of these and computes the same, write its name as `target` into "
+            "model_config.yaml."
         )
     if config.get("adapters"):
         raise ValueError(
