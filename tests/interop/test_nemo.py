@@ -1,6 +1,7 @@
 """NeMo itself made the models in `nemo/`, and noted what they compute; see `nemo/make.py`."""
 
 import itertools
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -243,6 +244,15 @@ OWN = {
     "canary": {"ctc": True, "decoder": DECODER, "text_encoder": TextEncoderConfig(heads=2)},
 }
 SIZES = {"width": 16, "heads": 2, "feed_forward": 32, "subsampling_channels": 6}
+
+
+@pytest.mark.parametrize("case", ["canary"], scope="module")
+def test_a_folder_is_as_good_as_a_file(imported, tmp_path):
+    with tarfile.open(FOLDER / "canary.nemo") as tar:
+        tar.extractall(tmp_path, filter="data")
+    again = import_nemo(tmp_path)
+    assert again.config == imported.config
+    assert all(torch.equal(again.state[key], value) for key, value in imported.state.items())
 
 
 @pytest.fixture(scope="module")

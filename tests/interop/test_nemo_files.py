@@ -176,6 +176,16 @@ def test_defaults_of_nemo_are_filled_in(changed):
         import_nemo(path)
 
 
+def test_half_precision_becomes_float32(changed, archives):
+    weights = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in archives["rnnt"].weights.items()
+    }
+    state = import_nemo(changed("rnnt", weights=weights)).state
+    expected = weights["joint.enc.weight"].float()
+    assert torch.equal(state["transducer.encoder_projection.weight"], expected)
+
+
 def members(path):
     with tarfile.open(path) as tar:
         files = [member for member in tar.getmembers() if member.isfile()]
@@ -329,3 +339,10 @@ def test_what_is_left_out_is_named(tokenizer, tmp_path, caplog):
         "Options of training are not exported: decoder.activation_dropout = 0.1.",
     ]
     assert os.listdir(tmp_path) == ["x.nemo"]
+
+
+def test_the_same_model_gives_the_same_file(tokenizer, tmp_path):
+    model = ASRModel(CANARY, tokenizer.vocab_size)
+    for name in ("a.nemo", "b.nemo"):
+        export_nemo(model, tokenizer, tmp_path / name)
+    assert (tmp_path / "a.nemo").read_bytes() == (tmp_path / "b.nemo").read_bytes()

@@ -307,6 +307,13 @@ def test_encoder_and_features_must_fit(checkpoint):
         ModelConfig(features=features, encoder=config.encoder)
 
 
+def test_too_long_an_utterance_is_refused(checkpoint, prompt):
+    model = load(checkpoint, 0.0)
+    batch = packed(model, spoken((32_400,), prompt), static=False)
+    with pytest.raises(ValueError, match="`max_frames` must be at least the 101 frames"):
+        model.encode(batch)
+
+
 @pytest.mark.parametrize("minimum_s", [SECONDS, 0.0])
 def test_predicted_flops_are_those_that_torch_counts(minimum_s, checkpoint, prompt):
     """Of the forward, and of a backward that computes layers again."""

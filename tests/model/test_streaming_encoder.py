@@ -88,6 +88,21 @@ def _streamed(encoder, mel, context, slots):
     return [torch.cat(pieces) for pieces in result]
 
 
+@pytest.mark.parametrize("position", ["relative", "rotary", "none"])
+@pytest.mark.parametrize("left", [0, 1, 5, 12])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
+@pytest.mark.representative(position="relative")
+@pytest.mark.representative(chunk=2)
+def test_chunks_give_what_the_whole_gives(chunk, left, position):
+    context = Context(left, 0, chunk)
+    encoder = _encoder(context, position=position)
+    mel = _mel([171, 8, 1, 90, 33, 160])
+    for expected, result in zip(
+        _offline(encoder, mel), _streamed(encoder, mel, context, 2), strict=True
+    ):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -73,6 +73,16 @@ def test_masks_are_those_of_the_formula(seed: int) -> None:
     assert 0 < y.count_nonzero() < arguments["x"].isfinite().sum()
 
 
+def test_shares_at_the_ends_reach_the_first_and_the_last_place() -> None:
+    arguments = mask_arguments(LENGTHS, stretches=0)
+    nearly_one = torch.nextafter(torch.ones(()), torch.zeros(()))
+    for share, columns in ((0.0, [0, 1, 2]), (nearly_one, [3, 4, 5])):
+        shares = torch.empty(2, len(LENGTHS), 1)
+        shares[0], shares[1] = nearly_one, share
+        hidden = mask_features(**arguments | {"freq_shares": shares})[:4] == 0
+        assert hidden.all(0).nonzero().flatten().tolist() == columns
+
+
 def test_each_sequence_has_zero_mean_and_unit_variance() -> None:
     arguments = normalize_arguments(LENGTHS, eps=1e-3)
     y = normalize_features(**arguments)

@@ -207,6 +207,19 @@ def test_two_runs_are_compared(tmp_path: Path, output: Path) -> None:
     assert report.main(["--compare", *files, "--output", str(tmp_path / "other")]) == 0
 
 
+def test_a_run_without_captures_has_a_report_and_no_trace(tmp_path: Path, output: Path) -> None:
+    log(tmp_path, mfu=0.3, mfu_with_padding=0.4, useful_tflops=12.5)
+    output.mkdir(parents=True)
+    (output / "trace.json").write_text("of an earlier report")
+    made = report.make([[tmp_path]], output)
+    assert made["budget"] is None
+    assert not (output / "trace.json").exists()
+    page = check_page(output / "report.html")
+    assert "no capture was given" in page.text
+    assert "achieved, padding included" in page.text
+    assert "12.5 TFLOP/s useful on each rank" in page.text
+
+
 def test_bad_input_is_one_line_and_exit_code_2(
     tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 
+import numpy as np
 import pytest
 import soundfile
 import torch
@@ -17,7 +18,7 @@ from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded, EncodedBatch, Score, with_details, with_scores
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.transcription.inputs.sources import Source
-from effasr.transcription.label import LabelFolder
+from effasr.transcription.label import LabelFolder, checked
 from effasr.transcription.results import Failure, Transcription, confidence
 from effasr.transcription.transcribe import transcribe
 
@@ -218,6 +219,16 @@ def test_what_training_cannot_read_is_left_out_without_a_transcription(
     assert "convert the file to WAV or FLAC" in failed["details"]
 
 
+def test_channels_that_a_line_cannot_name_are_a_problem(tmp_path) -> None:
+    path = str(tmp_path / "stereo.wav")
+    soundfile.write(path, np.zeros((RATE, 2), np.float32), RATE)
+    assert checked(Source("a", "a", path, channels=(0, 1))).problem is None
+    result = checked(Source("a", "a", path, channels=(1,))).problem
+    assert result == "channels [1] are not all 2 of the file: save them as files of their own."
+    assert "only lhotse reads this audio" in (checked(Source("a", "a")).problem or "")
+    assert checked(Source("a", "a", problem="damaged")).problem == "damaged"
+
+
 def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:
     labels = LabelFolder(tmp_path / "labels", {"method": "ctc"})
     name = os.fsdecode(b"caf\xe9.wav")
@@ -257,3 +268,12 @@ def test_a_journal_that_leads_elsewhere_is_not_written_to(tmp_path) -> None:
             LabelFolder(folder, {"method": "ctc"})
         journal.unlink()
     assert other.read_text() == "a text without an end of line"
+
+
+@pytest.mark.parametrize("torn", ["", '{"id": "b", ', "x" * 200_000])
+def test_a_torn_line_is_removed(tmp_path, torn) -> None:
+    LabelFolder(tmp_path, {"method": "ctc"})
+    whole = '{"id": "a", "problem": "damaged", "audio": "a"}\n'
+    (tmp_path / "journal.jsonl").write_text(whole + torn)
+    assert LabelFolder(tmp_path, {"method": "ctc"}).done == {"a"}
+    assert (tmp_path / "journal.jsonl").read_text() == whole

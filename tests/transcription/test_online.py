@@ -91,6 +91,27 @@ def test_a_stream_is_the_whole_recording(
             assert len(tokens) > 5
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "hop"), [(512, 160), (300, 200)])
+def test_other_windows_and_the_last_rows(
+    streaming_model, tokenizer, noise, window, hop, causal
+) -> None:
+    """Lengths that end in every place of a row, of a frame and of a chunk."""
+    model = streaming_model("ctc", causal=causal, window=window, hop=hop)
+    model.encoder.evaluate_with(CONTEXTS[0])
+    recognizer = OnlineRecognizer(model, tokenizer, context=CONTEXTS[0])
+    encoded = _recorded(recognizer)
+    audio = noise(2)
+    chunk = hop * 8 * CONTEXTS[0].chunk
+    around = (-3 * hop, 0, 1, hop - 1, hop, window // 2 - 1, window // 2 + 1, window, hop * 8)
+    for samples in [chunk * n + more for n in (0, 1, 2) for more in around]:
+        recognized(recognizer, [audio[:samples]])
+        result = torch.cat([torch.zeros(0, 32), *encoded[0]])
+        encoded[0].clear()
+        expected, _ = _offline(model, audio[:samples], CONTEXTS[0])
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_many_streams_do_not_touch_each_other(streaming_model, tokenizer, noise, head) -> None:
     """They begin, pause and end at different times, in slots that others have used."""

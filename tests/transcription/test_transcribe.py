@@ -10,6 +10,7 @@ import torch
 
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
+from effasr.decoding.continuous_batching.engine import Engine
 from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, Score
 from effasr.model.asr import ASRModel
@@ -201,6 +202,21 @@ def test_what_is_in_the_slots_when_memory_runs_out_is_decoded_again(
     monkeypatch.setattr(DecoderState, "admit", limited)
     assert _texts(model, tokenizer, waveforms, **config) == expected
     assert failed[0] > 0, "the test needs an utterance in a slot when it happens"
+
+
+def test_slots_that_exceed_the_memory_are_halved(model, tokenizer, waveforms, monkeypatch) -> None:
+    expected = _texts(model, tokenizer, waveforms)
+    begin, slots = Engine.__init__, []
+
+    def limited(engine, *arguments, **options):
+        slots.append(options["slots"])
+        if slots[-1] > 2:
+            raise torch.OutOfMemoryError
+        begin(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "__init__", limited)
+    assert _texts(model, tokenizer, waveforms) == expected
+    assert slots == [32, 16, 8, 4, 2]
 
 
 @pytest.mark.parametrize("method", ["attention", "ctc"])
