@@ -81,7 +81,7 @@ TABLE = yaml.safe_load((ROOT / "profiling" / "gpu.yaml").read_text(encoding="utf
 Row = Mapping[str, str]
 Rows = Mapping[str, Sequence[Row]]
 FILES = ("ops", "training", "encoder", "inference", "matmul_peak", "memory")
-LESS_IS_BETTER = {"p50_ms", "peak_bytes", "padding_frames", "padding_tokens"}
+LESS_IS_BETTER = {"p50_ms", "step_s", "peak_bytes", "padding_frames", "padding_tokens"}
 WARM = 5  # steps of a real training whose peak of memory the later ones must not exceed
 
 
@@ -401,6 +401,8 @@ class Call:
         lines += table(("part", "how it went", "s", ""), cells)
         rows = read_rows(self.output)
         lines += table(("what", "target", "measured", "verdict"), target_lines(rows, dry=self.dry))
+        variants = variant_lines(rows, dry=self.dry)
+        lines += table(("a GPU decides", "field", "of", "measured", "decides"), variants)
         useful = "tflops_useful"
         steps = [
             (x["model"], x["mode"], x["system"], f"{1e3 * float(x['step_s']):.1f}", x[useful])
@@ -507,6 +509,22 @@ def target_lines(rows: Rows, *, dry: bool) -> list[tuple[str, str, str, str]]:
         lines.append(
             (target["what"], f"{'<=' if at_most else '>='} {bound:g}{unit}", measured, verdict)
         )
+    return lines
+
+
+def variant_lines(rows: Rows, *, dry: bool) -> list[tuple[str, ...]]:
+    """Return the choices of each variant with the least time of its rows, for each of its keys."""
+    lines = []
+    for variant in TABLE["variants"]:
+        figures = {name: _best(rows, variant, x) for name, x in variant["choices"].items()}
+        for key in dict.fromkeys(key for best in figures.values() for key in best) or [()]:
+            times = {name: best[key] for name, best in figures.items() if key in best}
+            texts = (f"{name} {times[name]:.3g}" if name in times else name for name in figures)
+            fastest = min(times, key=lambda name: times[name]) if len(times) > 1 else "not measured"
+            verdict = "dry run" if dry and times else fastest
+            lines.append(
+                (variant["what"], variant["field"], " ".join(key), ", ".join(texts), verdict)
+            )
     return lines
 
 

@@ -417,3 +417,19 @@ def test_each_target_against_rows() -> None:
     grown = ROWS | {"memory": [{"peak_memory_bytes": str(n)} for n in range(1, 9)]}
     (line,) = [x for x in gpu.target_lines(grown, dry=False) if x[0].startswith("growth")]
     assert line[2:] == ("3 bytes", "missed")
+
+
+def test_each_choice_that_a_gpu_decides_has_its_rows() -> None:
+    packed = {"system": "packed_static", "model": "canary_1b_flash"}
+    steps = {"graph": "0.2", "graph_torch": "0.3", "graph_narrow": "0.15"}
+    made = [filled("training", packed | {"mode": x, "step_s": s}) for x, s in steps.items()]
+    rows = ROWS | {"training": made}
+    lines = {(x[1], x[2]): x[3:] for x in gpu.variant_lines(rows, dry=False)}
+    model = "canary_1b_flash"
+    assert lines["optimizer.implementation", model] == ("auto 0.2, torch 0.3", "auto")
+    assert lines["model.residual_in_fp32", model] == ("true 0.2, false 0.15", "false")
+    assert lines["kernels.cross_attention", ""][1] == "not measured"
+    # A dry run lists them all, and decides nothing.
+    dry = gpu.variant_lines({name: [] for name in gpu.FILES}, dry=True)
+    assert {x[1] for x in dry} == {x["field"] for x in gpu.TABLE["variants"]}
+    assert {x[-1] for x in gpu.variant_lines(rows, dry=True)} == {"dry run", "not measured"}
