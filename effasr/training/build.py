@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from effasr import checkpoint
+from effasr.checks import check
 from effasr.data.batch import BatchTransfer
 from effasr.distributed.averager import Averager
 from effasr.distributed.batch_norm import running_statistics
@@ -28,6 +29,7 @@ from effasr.optim.adamw import build_adamw, build_lamb, parameter_groups
 from effasr.optim.adascale import AdaScale
 from effasr.optim.ema import WeightAverage
 from effasr.optim.fused_adamw import FusedAdamW
+from effasr.optim.loss_scale import LossScale
 from effasr.optim.muon import Muon, Share, muon_groups
 from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, relative_batch
 from effasr.training import cuda_graph
@@ -44,7 +46,7 @@ from effasr.training.strategies.parallelism import (
     check_residual_stream,
     distribute,
     has_weight_copies,
-    is_bfloat16,
+    narrow_dtype,
 )
 from effasr.training.strategies.parallelism import make_averager as default_averager
 from effasr.training.strategies.weight_copies import WeightCopies
@@ -138,6 +140,7 @@ def build_train_state(
         ratio = relative_batch(config.data.micro_batches, reference)
         average = WeightAverage(trained, settings.ema_decay, ratio)
     autocast = make_autocast(settings.precision, context.device)
+    is_float16 = narrow_dtype(settings.precision, context.device) == torch.float16
     if settings.teacher is not None and average is not None:
         teacher = Teacher(model, average, settings.teacher, autocast)
     if make_averager is None:
@@ -147,6 +150,13 @@ def build_train_state(
     peak = peak_learning_rate(config.optimizer, config.data.micro_batches)
     adascale = None
     if config.optimizer.adascale is not None:
+        check(
+            not is_float16,
+            "optimizer.adascale",
+            "be null in float16, where the loss has a factor that changes",
+            "given",
+            "set training.precision=bfloat16 or float32",
+        )
         adascale = AdaScale(
             trained.parameters(),
             config.optimizer.adascale,
@@ -192,6 +202,7 @@ def build_train_state(
         transfer=BatchTransfer(context.device) if context.device.type == "cuda" else None,
         phases=PhaseTracker(on_gpu=context.device.type == "cuda"),
         teacher=teacher,
+        loss_scale=LossScale(context.device) if is_float16 else None,
     )
     if not is_recorded:
         return state
@@ -230,6 +241,8 @@ def build_optimizer(
 def build_gauges(state: TrainState) -> dict[str, Gauge]:
     """Return what counts further figures for metrics.jsonl, by name in a checkpoint."""
     gauges: dict[str, Gauge] = {}
+    if state.loss_scale is not None:
+        gauges["loss_scale"] = state.loss_scale
     # With fsdp2, this is not the model whose weights are published.
     model = cast(ASRModel, state.grad_sync.module)
     if model.best_rq is not None:
@@ -247,6 +260,7 @@ def build_gauges(state: TrainState) -> dict[str, Gauge]:
 def make_autocast(
     precision: str, device: torch.device
 ) -> Callable[[], AbstractContextManager[None]]:
-    if not is_bfloat16(precision, device):
+    dtype = narrow_dtype(precision, device)
+    if dtype is None:
         return nullcontext
-    return partial(torch.autocast, device.type, torch.bfloat16)  # type: ignore[return-value]
+    return partial(torch.autocast, device.type, dtype)  # type: ignore[return-value]

@@ -126,8 +126,11 @@ class LoopConfig:
         async_save: Whether training continues while a checkpoint is written. It then stops only for
             a copy to the host, which takes memory for weights and moments once more.
         precision: Autocast precision of matrix products; weights and sums are float32. ``auto``:
-            bfloat16 on a GPU, float32 on a CPU. On a CPU with AVX512-BF16 (``lscpu`` lists
-            avx512_bf16) bfloat16 makes a step about 1.5 times as fast; on one without, it is slow.
+            bfloat16 on a GPU, float16 on one before Ampere (T4, V100), float32 on a CPU. With
+            float16 the loss has a dynamic factor, and updates whose gradient it makes infinite are
+            skipped: ``loss_scale`` and ``skipped`` in metrics.jsonl. On a CPU with AVX512-BF16
+            (``lscpu`` lists avx512_bf16) bfloat16 makes a step about 1.5 times as fast; on one
+            without, it is slow.
         bfloat16_weights: Whether weights are cast to bfloat16 once an update, all together, and not
             by autocast at every use in every micro-batch: the same results with fewer launches, for
             2 bytes a weight. On a GPU gradients of linear layers then stay in float32, too, which
@@ -195,7 +198,7 @@ class LoopConfig:
     checkpoint_every: int | str = 1000
     keep: int = 3
     async_save: bool = True
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     bfloat16_weights: bool | Literal["auto"] = "auto"
     clip: float = 1.0
     freeze: tuple[str, ...] = ()

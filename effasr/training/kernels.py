@@ -17,7 +17,7 @@ import effasr_kernels
 from effasr.model.asr import ASRModel
 from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
 from effasr.training.config import TrainConfig
-from effasr.training.strategies.parallelism import is_bfloat16
+from effasr.training.strategies.parallelism import narrow_dtype
 from effasr_kernels import (
     OPERATIONS,
     Backend,
@@ -56,7 +56,7 @@ def select_backends(
     The model may be on the meta device: calls are made on ``device``.
     """
     kernels = config.kernels
-    dtype = torch.bfloat16 if is_bfloat16(config.training.precision, device) else torch.float32
+    dtype = narrow_dtype(config.training.precision, device) or torch.float32
     rows = _rows(results, device, dtype)
     served: dict[tuple[Any, ...], str | None] = {}
     for use in _uses(model, device, dtype):

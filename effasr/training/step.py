@@ -23,6 +23,7 @@ from effasr.optim.adamw import apply_update, clear_gradients, set_learning_rate
 from effasr.optim.adascale import AdaScale, Reading
 from effasr.optim.ema import WeightAverage
 from effasr.optim.fused_adamw import FusedAdamW
+from effasr.optim.loss_scale import LossScale
 from effasr.training import cuda_graph
 from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.fault_tolerance.oom_recovery import OOMRecovery, Piece, gradients_of
@@ -74,6 +75,8 @@ class TrainState:
     transfer: BatchTransfer | None = None
     phases: PhaseTracker = field(default_factory=PhaseTracker)
     teacher: Teacher | None = None
+    # In float16.
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,8 @@ def train_step(
     if not is_local:
         state.grad_sync.all_reduce()
     with ranges.range("update"):
+        if state.loss_scale is not None:
+            state.loss_scale.unscale(state.model.parameters())
         sums = _sum_over_ranks(state, recovery, is_local=is_local)
         losses, splits, squares, local_norm = sums.split(_SUM_SIZES)
         norm = local_norm[0].sqrt() if is_local else clip_gradient(state)
@@ -162,6 +167,8 @@ def train_step(
             made = int(adascale.advance())
             factor = adascale.update(squares, targets, norm, finite, splits[0] == 0)
         lr = _update(state, step, config.learning_rate(made), factor, finite)
+        if state.loss_scale is not None:
+            state.loss_scale.update(finite)
         restore_unless(finite, state.statistics, recovery.kept)
         state.averager.after(step)
         state.objective.observe(losses[LOSSES.index("ctc")], finite & (monotonic_targets > 0))
@@ -193,7 +200,7 @@ def run_micro_batch(
     with _weights_in_use(state, accumulate=not exchanging, replace=replace):
         share, utterance_losses = _forward(state, state.model, batch, counts)
         with ranges.range("backward"):
-            _to_differentiate(share, state.context).backward()
+            _to_differentiate(share, state).backward()
     return _stacked(share), utterance_losses
 
 
@@ -228,9 +235,12 @@ def _forward(
     return share, losses.per_utterance
 
 
-def _to_differentiate(share: dict[str, Tensor], context: DistributedContext) -> Tensor:
+def _to_differentiate(share: dict[str, Tensor], state: TrainState) -> Tensor:
+    loss, ranks = share["loss"], state.context.size
+    if state.loss_scale is not None:
+        loss = loss * state.loss_scale.scale
     # Gradients are averaged over the ranks, but the loss is a mean over all of them.
-    return share["loss"] * context.size if context.size > 1 else share["loss"]
+    return loss * ranks if ranks > 1 else loss
 
 
 def _stacked(share: dict[str, Tensor]) -> Tensor:
@@ -254,7 +264,7 @@ def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
             # The uncompiled forward, because pieces have shapes of their own.
             share, utterance_losses = _forward(state, sync.module.forward, batch, counts)
             with ranges.range("backward"):
-                gradients = gradients_of(_to_differentiate(share, state.context), sync.parameters)
+                gradients = gradients_of(_to_differentiate(share, state), sync.parameters)
         return gradients, _stacked(share), utterance_losses
 
     reason = sync.unsplittable_reason if state.graph is None else cuda_graph.UNSPLITTABLE_REASON

@@ -185,7 +185,9 @@ class Trainer:
         self.gauges = build.build_gauges(self.state)
         self.diagnostics = build_diagnostics(config, self.model, resolved.corpus)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
-        self.guard = NonFiniteGuard(self.model, autocast, on_nan, group, run_log.skipped)
+        settings = self.model, autocast, on_nan, group, run_log.skipped
+        is_scaled = self.state.loss_scale is not None
+        self.guard = NonFiniteGuard(*settings, is_scaled=is_scaled)
         limits = config.training.timeout_s, config.training.data_timeout_s
         calls = resolved.loader.reading, checkpoints.linger
         self.watchdog = Watchdog(context, self.state.phases, *limits, *calls)

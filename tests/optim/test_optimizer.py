@@ -26,6 +26,7 @@ from effasr.optim.adamw import (
     restore,
     set_learning_rate,
 )
+from effasr.optim.loss_scale import LossScale
 from effasr.optim.muon import Muon, Share, muon_groups
 from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio, peak_learning_rate
 
@@ -462,6 +463,27 @@ def test_embeddings_can_be_spared_and_nothing_need_be():
     assert names(model, decayed) == ["linear.weight"]
     (everything,) = parameter_groups(model, 0.1, ())
     assert len(everything["params"]) == 6
+
+
+def test_the_scale_of_the_loss_is_that_of_torch():
+    scale, peer = LossScale(CPU, interval=3), torch.amp.GradScaler("cpu", growth_interval=3)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for number, good in enumerate([True, False, True, True, True, True, False, True]):
+        factor = torch.ones(2) if good else torch.full((2,), torch.inf)
+        peer.scale((parameter * factor).sum()).backward()
+        peer.step(optimizer)
+        parameter.grad = factor * scale.scale
+        scale.unscale([parameter])
+        assert torch.equal(parameter.grad, factor)
+        scale.update(torch.tensor(good))
+        peer.update()
+        assert float(scale.scale) == peer.get_scale()
+        parameter.grad = None
+        if number == 3:
+            state, scale = scale.state_dict(), LossScale(CPU, interval=3)
+            scale.load_state_dict(state)
+    assert float(scale.scale) == 2.0**15
 
 
 def ratios(config: ScheduleConfig, steps: int) -> list[float]:

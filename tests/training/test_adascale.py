@@ -130,3 +130,5 @@ def test_what_cannot_be_measured_is_refused(make_config):
     wide = OptimizerConfig(lr_reference_micro_batches=8, adascale=AdaScaleConfig())
     with pytest.raises(ValueError, match=r"must be at most data\.micro_batches, 2, .* but is 8"):
         run(make_config(optimizer=wide))
+    with pytest.raises(ValueError, match=r"`optimizer\.adascale` must be null in float16"):
+        run(make_config(training={"precision": "float16"}, optimizer=ADASCALE))

@@ -21,6 +21,7 @@ from effasr.training.corpus import load_corpus
 from effasr.training.loss import LossConfig
 from effasr.training.profiler import ProfileConfig
 from effasr.training.resolve import find_tokenizer, resolve_config
+from effasr.training.strategies.parallelism import narrow_dtype
 
 BOTH = ModelConfig(ctc=True)
 CTC = ModelConfig(ctc=True, decoder=None)
@@ -159,15 +160,21 @@ def test_a_recipe_may_change_fields_of_the_model_to_begin_with(tmp_path, tones, 
     assert config.model.encoder == FastConformerConfig(residual_dropout=0.25)
 
 
-def test_precision_follows_the_device():
+def test_precision_follows_the_device(monkeypatch):
     cpu = torch.device("cpu")
-    for precision, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+    narrow = [("bfloat16", torch.bfloat16), ("float16", torch.float16)]
+    for precision, expected in (("auto", torch.float32), *narrow):
         with build.make_autocast(precision, cpu)():
             product = torch.ones(2, 2) @ torch.ones(2, 2)
         assert product.dtype == expected
     with torch.no_grad():
         gpu = build.make_autocast("auto", torch.device("cuda"))
         assert gpu.args == ("cuda", torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((7, 5), torch.float16), ((8, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
+        assert narrow_dtype("auto", torch.device("cuda")) == expected
+        assert narrow_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16
 
 
 @pytest.mark.parametrize("given", ["auto", "named", None])

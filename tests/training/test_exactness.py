@@ -116,6 +116,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "diagnostics": ("make_config", {"validates": True, "diagnostics": EAGER}, {}),
     "lamb": ("make_config", {}, {"optimizer": LAMB}),
     "muon": ("make_config", {}, {"optimizer": MUON, "schedule": WSD}),
+    "float16": ("make_config", {"precision": "float16"}, {}),
     "fused": ("make_config", {"ema_decay": 0.9}, {"optimizer": FUSED}),
     "random": ("make_config", {}, {"data": {"strategy": "random", "padded": True}}),
     "bucketed": ("make_config", {}, {"data": BUCKETED | {"padded": True}}),

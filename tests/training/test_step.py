@@ -108,6 +108,27 @@ def test_what_is_not_finite_changes_nothing(make_train_state, batches, broken_ba
     )
 
 
+def test_the_scale_of_float16_changes_no_gradient_and_falls_where_one_is_infinite(
+    make_train_state, batches
+):
+    norms = []
+    for scale in (2.0**4, 2.0**12):
+        model, state = make_train_state(training=LoopConfig(max_steps=20, precision="float16"))
+        assert state.loss_scale is not None
+        state.loss_scale.scale.fill_(scale)
+        report = train_step(state, batches[:2], 0).read()
+        norms.append(report["grad_norm"])
+        assert (report["finite"], float(state.loss_scale.scale)) == (1, scale)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+    before = weights(model)
+    state.loss_scale.scale.fill_(2.0**60)
+    report = train_step(state, batches[2:4], 1).read()
+    assert report["finite"] == 0
+    assert math.isfinite(report["loss"])
+    assert torch.equal(weights(model), before)
+    assert state.loss_scale.line() == {"loss_scale": 2.0**59}
+
+
 @pytest.mark.parametrize(
     ("shape", "padded"), [(StaticShape(60, 30, 4), False), (None, False), (None, True)]
 )
@@ -288,6 +309,17 @@ def test_where_only_the_gradient_is_not_finite_all_are_named(make_train_state, b
         {"step": 5, "reason": "gradient", "utterances": names},
         {"step": 7, "reason": "gradient", "utterances": names},
     ]
+
+
+def test_a_scale_that_was_too_large_is_no_error(make_train_state, batches, directory):
+    """Unless it has long been small, or the loss itself is not finite."""
+    settings = make_train_state()[0], nullcontext, "stop", WORLD, directory.skipped
+    guard = NonFiniteGuard(*settings, is_scaled=True)
+    guard.handle(reports(batches, range(29), loss=1.0), 29)
+    assert lines(directory) == []
+    for consecutive, loss, reason in ((30, 1.0, "gradient"), (1, math.nan, "loss")):
+        with pytest.raises(TrainingFailed, match=f"step 7: the {reason} is not finite"):
+            guard.handle(reports(batches, [6], loss=loss), consecutive)
 
 
 def test_losses_that_only_training_makes_nan(make_train_state, batches, directory):

@@ -26,7 +26,7 @@ from effasr.optim.adamw import apex_unsupported_reason
 from effasr.training.config import TrainConfig
 from effasr.training.cuda_graph import obstacles, uses_graph
 from effasr.training.kernels import explained_backends
-from effasr.training.strategies.parallelism import is_bfloat16, reason_for_autocast
+from effasr.training.strategies.parallelism import narrow_dtype, reason_for_autocast
 from effasr.untrusted.display import display_width
 from effasr_kernels import OPERATIONS, Backend, BackendUnavailable, TorchOp
 from effasr_kernels.runtime import native
@@ -187,7 +187,7 @@ def _packages() -> list[Row]:
 
 def _operation(op: TorchOp, example: Example, device: torch.device) -> Row:
     """The chosen backend of a call on the device, other usable and unusable ones."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = narrow_dtype("auto", device) or torch.float32
     inputs = ExampleInputs(device, dtype)
     label = f"{example.label} on {device.type}"
     notes = [f"{b.value}: not implemented" for b in _EXPECTED if b not in op.backends]
@@ -234,7 +234,8 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
         return []
     config = _with_architecture(configuration.load(TrainConfig, recipe, overrides))
     device = choose_device(config.training.device)
-    precision = "bfloat16" if is_bfloat16(config.training.precision, device) else "float32"
+    dtype = narrow_dtype(config.training.precision, device) or torch.float32
+    precision = str(dtype).removeprefix("torch.")
     section = f"recipe {recipe} on {device.type}"
     values = {"training.compile": "yes" if config.training.compile else "no"}
     if config.model.language_model is not None:

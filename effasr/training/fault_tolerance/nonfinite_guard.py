@@ -18,6 +18,8 @@ from effasr.training.step import StepReport
 
 _PATIENCE = 100  # Consecutive skipped updates after which ``skip`` ends the run as well
 
+_HALVINGS = 30  # Steps in a row that may make a gradient in float16 infinite, as its scale falls
+
 
 class NonFiniteGuard:
     """Ends the run at, or records, skipped updates. All ranks call it with the same steps."""
@@ -29,7 +31,11 @@ class NonFiniteGuard:
         policy: Literal["stop", "skip"],
         context: DistributedContext,
         note: Callable[[dict[str, Any]], None],
+        *,
+        is_scaled: bool = False,
     ) -> None:
+        """Set up; ``is_scaled``: whether the loss has a factor that may be too large."""
+        self._is_scaled = is_scaled
         self._model = model
         self._autocast = autocast
         self._policy = policy
@@ -39,6 +45,8 @@ class NonFiniteGuard:
     def handle(self, reports: Sequence[StepReport], consecutive: int) -> None:
         for report in reports:
             line = self._describe(report)
+            if self._is_scaled and line["reason"] == "gradient" and consecutive < _HALVINGS:
+                continue
             if self._context.is_main:
                 self._note(line)
             if self._policy == "stop":

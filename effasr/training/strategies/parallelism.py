@@ -40,8 +40,8 @@ def distribute(config: TrainConfig, model: nn.Module, context: DistributedContex
         return replicate(model, context)
     sharded = copy.deepcopy(model)
     model.cpu()
-    in_bfloat16 = is_bfloat16(config.training.precision, context.device)
-    shard(sharded, context, torch.bfloat16 if in_bfloat16 else None)
+    dtype = narrow_dtype(config.training.precision, context.device)
+    shard(sharded, context, dtype)
     return sharded
 
 
@@ -67,7 +67,19 @@ def make_averager(
 
 
 def is_bfloat16(precision: str, device: torch.device) -> bool:
-    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+    return narrow_dtype(precision, device) == torch.bfloat16
+
+
+def narrow_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of matrix products under autocast; None for float32."""
+    if precision != "auto":
+        dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        return dtypes.get(precision)
+    if device.type != "cuda":
+        return None
+    # Earlier GPUs, such as V100 and T4, have no products in bfloat16.
+    is_early = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if is_early else torch.bfloat16
 
 
 def has_weight_copies(config: TrainConfig, context: DistributedContext) -> bool:
@@ -77,8 +89,8 @@ def has_weight_copies(config: TrainConfig, context: DistributedContext) -> bool:
         return reason_for_autocast(config, device, context.size) is None
     if settings.bfloat16_weights and not is_bfloat16(settings.precision, device):
         raise ValueError(
-            "`training.bfloat16_weights` must be false or auto where matrix products are in "
-            f"float32, but is true with training.precision {settings.precision} on {device.type}: "
+            "`training.bfloat16_weights` must be false or auto where matrix products are not in "
+            f"bfloat16, but is true with training.precision {settings.precision} on {device.type}: "
             "leave it out, or set training.precision=bfloat16."
         )
     return settings.bfloat16_weights
@@ -99,7 +111,8 @@ def reason_for_autocast(config: TrainConfig, device: torch.device, size: int) ->
     """Return why ``bfloat16_weights: auto`` leaves casts to autocast on ``size`` ranks, or None."""
     settings = config.training
     if not is_bfloat16(settings.precision, device):
-        return f"precision is float32 on {device.type}"
+        dtype = narrow_dtype(settings.precision, device) or torch.float32
+        return f"precision is {str(dtype).removeprefix('torch.')} on {device.type}"
     if device.type == "cpu":
         return "a CPU gains nothing from fewer launches"
     if settings.strategy == "fsdp2" and size > 1:
