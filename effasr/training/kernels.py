@@ -73,7 +73,7 @@ def explained_backends(
     model: ASRModel, config: TrainConfig, device: torch.device, results: Path = RESULTS
 ) -> Iterator[tuple[str, str, str]]:
     """What `select_backends` gives each part of a model: field and part, backend, and why."""
-    dtype = torch.bfloat16 if is_bfloat16(config.training.precision, device) else torch.float32
+    dtype = narrow_dtype(config.training.precision, device) or torch.float32
     rows, seen = _rows(results, device, dtype), set()
     for use in _uses(model, device, dtype):
         label = f"kernels.{use.field} ({use.place.partition('.')[0]})"
