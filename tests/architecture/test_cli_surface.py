@@ -88,7 +88,7 @@ SURFACE = {
         "--confidence", "--calibration FILE",
     ],
     "label": [
-        "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING,
+        "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING, *BOOST,
     ],
     "make-correction-data": [
         "RUN", "MANIFEST", "OUT.jsonl", *PROMPT, "--source NAME", *DECODING,

@@ -47,9 +47,12 @@ def results(model, tokenizer, waveforms, **options) -> list[Transcription]:
 
 
 @pytest.mark.parametrize("head", ["attention", "both", "rnnt", "tdt"])
-@pytest.mark.parametrize("search", [{}, {"beam": 3}, {"beam": 3, "nbest": 2}])
-def test_words_of_every_head(models, tokenizer, waveforms, head, search) -> None:
+@pytest.mark.parametrize("search", [{}, {"beam": 3}, {"beam": 3, "nbest": 2}, {"boost": "three"}])
+def test_words_of_every_head(models, tokenizer, waveforms, head, search, tmp_path) -> None:
     model = models[head]
+    if "boost" in search:
+        (tmp_path / "phrases.txt").write_text(search["boost"])
+        search = {"boost": tmp_path / "phrases.txt", "boost_weight": 4.0}
     timed = results(model, tokenizer, waveforms, words=True, **search)
     plain = results(model, tokenizer, waveforms, **search)
     assert [result.text for result in timed] == [result.text for result in plain]

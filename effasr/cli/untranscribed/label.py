@@ -19,6 +19,7 @@ from effasr.cli.options import (
     print_line,
 )
 from effasr.cli.progress import TranscriptionProgress
+from effasr.decoding.config import BOOST
 
 if TYPE_CHECKING:
     from effasr.data.prompt import Prompt
@@ -55,7 +56,7 @@ def add(command: AddCommand) -> None:
         help="least confidence of a segment, from 0 to 1; others are left out (default: 0)",
     )
     add_language(parser, "language spoken in recordings whose manifest does not name one")
-    add_decoding(parser)
+    add_decoding(parser, BOOST)
 
 
 def run(options: argparse.Namespace) -> int:
