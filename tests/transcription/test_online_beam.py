@@ -156,6 +156,31 @@ def test_wrong_samples_are_refused(streaming_model, tokenizer) -> None:
         stream.feed(np.zeros(4, np.float32))
 
 
+@pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize("head", ["ctc", "tdt"])
+def test_silence_takes_no_more_memory(streaming_model, tokenizer, head, beam) -> None:
+    config = DecodingConfig(beam=beam, word_confidence=True)
+    model = calm(streaming_model(head))
+    recognizer = OnlineRecognizer(model, tokenizer, config, context=CONTEXTS[2])
+    stream, held = recognizer.open(), []
+    for second in range(24):
+        stream.feed(np.zeros(RATE, np.float32))
+        recognizer.decode()
+        stream.take()
+        assert stream._segments._confidences is not None
+        rows = sum(map(len, stream._segments._confidences._rows))
+        search, labels = recognizer._search, len(stream.tokens)
+        if isinstance(search, BeamStreams):
+            labels = max(len(item.tokens) for item in search._hypotheses(0))
+            # What it has read long ago does not count in what comes.
+            if not stream.tokens and second > 4:
+                assert stream.frames - stream._segments._since < 40
+        held.append((rows, labels, sum(map(len, stream._audio._parts))))
+    assert max(rows for rows, _, _ in held[6:]) < 450
+    assert max(labels for _, labels, _ in held[6:]) < 200
+    assert max(samples for _, _, samples in held) < 2 * RATE
+
+
 def test_the_configuration_chooses_the_search(streaming_model, tokenizer) -> None:
     model = streaming_model("ctc")
     config = DecodingConfig(beam=3, nbest=2, word_confidence=True)

@@ -151,6 +151,16 @@ def test_no_chunk_is_longer_than_the_encoder_can_take(model, tokenizer, noise) -
     assert max(s.end - s.start for s in result.segments) <= 2.0
 
 
+def test_the_speed_counts_loading(model, tokenizer, waveforms, monkeypatch) -> None:
+    clock = iter([10.0, 12.0, 14.0])
+    monkeypatch.setattr("effasr.transcription.transcribe.time.perf_counter", lambda: next(clock))
+    run = transcribe(model, tokenizer, [waveforms[1], waveforms[3]])
+    assert run.rtfx == 0.0
+    assert len(list(run)) == 2
+    assert run.seconds == 4.0
+    assert run.rtfx == pytest.approx((5.1 + 3.3) / 4.0, abs=1e-3)
+
+
 @pytest.fixture
 def small_memory(monkeypatch):
     """Returns a setter of how many utterances a batch may have before memory runs out."""
