@@ -14,6 +14,7 @@ from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.loading import load_boost
+from effasr.decoding.streams import BeamStreams
 from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
