@@ -34,28 +34,24 @@ class Averager:
         """Replace weights, moments and ``others`` by their mean over the ranks, in place."""
 
 
+@dataclass(eq=False)
 class LocalUpdates(Averager):
     """Lets ranks make updates of their own after a warm-up, in which gradients are exchanged."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        statistics: Sequence[Tensor],
-        context: DistributedContext,
-        warmup_steps: int,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._context = context
-        self._warmup_steps = warmup_steps
-        self._tensors = [*(p.detach() for p in _trained(model)), *statistics]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    statistics: Sequence[Tensor]
+    context: DistributedContext
+    warmup_steps: int
+
+    def __post_init__(self) -> None:
+        self._tensors = [*(p.detach() for p in _trained(self.model)), *self.statistics]
 
     def is_local(self, step: int) -> bool:
-        return step >= self._warmup_steps
+        return step >= self.warmup_steps
 
     def synchronize(self, others: Iterable[Tensor] = ()) -> None:
-        average_training_state(self._model, self._optimizer, others, self._context)
+        average_training_state(self.model, self.optimizer, others, self.context)
 
 
 @torch.no_grad()
@@ -169,6 +165,7 @@ class HierarchicalConfig:
         check_warmup(self.warmup_steps)
 
 
+@dataclass(eq=False)
 class LocalSGD(LocalUpdates):
     """Averages weights in groups of ranks that grow with the period.
 
@@ -177,22 +174,15 @@ class LocalSGD(LocalUpdates):
     the start of the process.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        statistics: Sequence[Tensor],
-        context: DistributedContext,
-        periods: Mapping[int, int | None],
-        warmup_steps: int,
-    ) -> None:
-        super().__init__(model, optimizer, statistics, context, warmup_steps)
-        self._groups = {
-            period: _group(size, context) for period, size in sorted(periods.items(), reverse=True)
-        }
+    periods: Mapping[int, int | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        periods = sorted(self.periods.items(), reverse=True)
+        self._groups = {period: _group(size, self.context) for period, size in periods}
 
     def after(self, step: int) -> None:
-        done = step + 1 - self._warmup_steps
+        done = step + 1 - self.warmup_steps
         for period, ranks in self._groups.items():
             if done > 0 and done % period == 0:
                 average_flat(self._tensors, ranks)
@@ -235,6 +225,7 @@ class DelayedConfig:
         check_warmup(self.warmup_steps)
 
 
+@dataclass(eq=False)
 class DelayedAveraging(LocalUpdates):
     """Each rank adds its own update of a step to the mean of the weights before that step.
 
@@ -243,26 +234,19 @@ class DelayedAveraging(LocalUpdates):
     is more than a step late. It needs a copy of the weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        statistics: Sequence[Tensor],
-        context: DistributedContext,
-        warmup_steps: int,
-    ) -> None:
-        super().__init__(model, optimizer, statistics, context, warmup_steps)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # A separate group, because others are used during the all-reduce.
-        self._group = context.new_group()
+        self._group = self.context.new_group()
         self._pending: tuple[Tensor, Tensor, dist.Work] | None = None
 
     @torch.no_grad()
     def before(self, step: int) -> None:
         # Weights are equal until the first local step.
-        if step <= self._warmup_steps:
+        if step <= self.warmup_steps:
             return
         sent = torch.cat([tensor.reshape(-1) for tensor in self._tensors])
-        mean = sent / self._context.size
+        mean = sent / self.context.size
         work = dist.all_reduce(mean, group=self._group, async_op=True)
         assert work is not None
         self._pending = sent, mean, work

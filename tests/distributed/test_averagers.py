@@ -42,7 +42,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
 def hierarchical(context: DistributedContext):
     """Pairs every second step after the warm-up, all four every fourth."""
     model, optimizer, statistics = learner(context)
-    what = LocalSGD(model, optimizer, statistics, context, {2: 2, 4: None}, warmup_steps=1)
+    what = LocalSGD(model, optimizer, statistics, context, 1, {2: 2, 4: None})
     assert timeout_of(what._groups[2].group) == timeout_of(dist.group.WORLD)
     weight = next(model.parameters())
     seen = []
@@ -89,7 +89,7 @@ def delayed(context: DistributedContext):
 def refused(context: DistributedContext):
     model, optimizer, statistics = learner(context)
     with pytest.raises(ValueError, match="groups that divide the 4 ranks, but one is of 3"):
-        LocalSGD(model, optimizer, statistics, context, {2: 3, 4: None}, warmup_steps=0)
+        LocalSGD(model, optimizer, statistics, context, 0, {2: 3, 4: None})
 
 
 def apart(context: DistributedContext):

@@ -57,10 +57,10 @@ def make_averager(
     arguments = (model, optimizer, statistics, context)
     if context.size > 1 and settings.strategy == "local_sgd":
         local = settings.local_sgd
-        return LocalSGD(*arguments, {local.period: None}, local.warmup_steps)
+        return LocalSGD(*arguments, local.warmup_steps, {local.period: None})
     if context.size > 1 and settings.strategy == "hierarchical":
         levels = settings.hierarchical
-        return LocalSGD(*arguments, levels.periods, levels.warmup_steps)
+        return LocalSGD(*arguments, levels.warmup_steps, levels.periods)
     if context.size > 1 and settings.strategy == "delayed":
         return DelayedAveraging(*arguments, settings.delayed.warmup_steps)
     return Averager()
