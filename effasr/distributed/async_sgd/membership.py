@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Self
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -26,6 +27,7 @@ class EvictedError(RuntimeError):
     exit_code = os.EX_TEMPFAIL
 
 
+@dataclass(eq=False)
 class Membership:
     """The learners of a run; a thread of each leader sends a heartbeat to the store.
 
@@ -35,25 +37,20 @@ class Membership:
     them there.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        learner: int,
-        learners: int,
-        timeout_s: float,
-        on_lost: Callable[[int], None],
-    ) -> None:
-        self._store = store
-        self._learner = learner
-        self._timeout_s = timeout_s
-        self._on_lost = on_lost
-        self._others = [other for other in range(learners) if other != learner]
+    _store: Store
+    _learner: int
+    learners: InitVar[int]
+    timeout_s: float
+    on_lost: Callable[[int], None]
+
+    def __post_init__(self, learners: int) -> None:
+        self._others = [other for other in range(learners) if other != self._learner]
         self.lost: frozenset[int] = frozenset()  # Lost learners known to this one
         self._synchronizations = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
-        store.set(f"beat/{learner}", "0")
+        self._store.set(f"beat/{self._learner}", "0")
 
     def __enter__(self) -> Self:
         """Start the heartbeat; all learners were made before."""
@@ -131,7 +128,7 @@ class Membership:
             if beat != seen[other][0]:
                 seen[other] = beat, now
         silent = {other: now - seen[other][1] for other in remaining}
-        lost = {other for other in remaining if silent[other] > self._timeout_s}
+        lost = {other for other in remaining if silent[other] > self.timeout_s}
         for other in remaining:
             for sign, patience in (("suspected", _SUSPECTED_S), ("gone", BEAT_S)):
                 if silent[other] > patience and self._store.check([f"{sign}/{other}"]):
@@ -143,7 +140,7 @@ class Membership:
             new = learners - self.lost
             self.lost |= learners
         for learner in sorted(new):
-            self._on_lost(learner)
+            self.on_lost(learner)
 
 
 # A queue of work items that learners share while they train, each at its own speed.

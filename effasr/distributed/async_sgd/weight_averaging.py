@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ _REJECTED_CONNECTIONS = "gossip_strangers"
 """Key of the store: connections that all learners have dropped."""
 
 
+@dataclass(eq=False)
 class WeightAveraging(Averager):
     """Averages the weights of learners in pairs, in the background.
 
@@ -51,20 +53,14 @@ class WeightAveraging(Averager):
     bytes per parameter whenever one has arrived, and a flag in every step.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        learners: Learners,
-        config: GossipConfig,
-        seed: int,
-    ) -> None:
-        self._config = config
-        self._seed = seed
-        self._model = model
-        self._optimizer = optimizer
-        self._learners = learners
-        self._tensors = [p.detach() for p in model.parameters() if p.requires_grad]
+    _model: nn.Module
+    _optimizer: torch.optim.Optimizer
+    _learners: Learners
+    _config: GossipConfig
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._tensors = [p.detach() for p in self._model.parameters() if p.requires_grad]
         self._count = sum(tensor.numel() for tensor in self._tensors)
         self._gossip: Gossip | None = None
         self._synchronized = True
@@ -172,7 +168,7 @@ class WeightAveraging(Averager):
             learners=len(remaining),
             transport=transport,
             config=config,
-            seed=self._seed,
+            seed=self.seed,
             on_lost=self._suspect,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,31 +22,21 @@ _PATIENCE = 100  # Consecutive skipped updates after which ``skip`` ends the run
 _HALVINGS = 30  # Steps in a row that may make a gradient in float16 infinite, as its scale falls
 
 
+@dataclass(eq=False)
 class NonFiniteGuard:
     """Ends the run at, or records, skipped updates. All ranks call it with the same steps."""
 
-    def __init__(
-        self,
-        model: ASRModel,
-        autocast: Callable[[], AbstractContextManager],
-        policy: Literal["stop", "skip"],
-        context: DistributedContext,
-        note: Callable[[dict[str, Any]], None],
-        *,
-        is_scaled: bool = False,
-    ) -> None:
-        """Set up; ``is_scaled``: whether the loss has a factor that may be too large."""
-        self._is_scaled = is_scaled
-        self._model = model
-        self._autocast = autocast
-        self._policy = policy
-        self._context = context
-        self._note = note
+    _model: ASRModel
+    _autocast: Callable[[], AbstractContextManager]
+    _policy: Literal["stop", "skip"]
+    _context: DistributedContext
+    _note: Callable[[dict[str, Any]], None]
+    is_scaled: bool = False  # whether the loss has a factor that may be too large
 
     def handle(self, reports: Sequence[StepReport], consecutive: int) -> None:
         for report in reports:
             line = self._describe(report)
-            if self._is_scaled and line["reason"] == "gradient" and consecutive < _HALVINGS:
+            if self.is_scaled and line["reason"] == "gradient" and consecutive < _HALVINGS:
                 continue
             if self._context.is_main:
                 self._note(line)

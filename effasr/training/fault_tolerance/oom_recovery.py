@@ -182,24 +182,19 @@ def attempt(run: Callable[[], T]) -> T | Failure:
     return Failure(reason)
 
 
+@dataclass(eq=False)
 class OOMRecovery:
     """Runs the micro-batches of a step and recomputes the step in pieces if one does not fit."""
 
-    def __init__(
-        self,
-        gradient: Gradient,
-        grad_sync: GradientSync,
-        statistics: Sequence[Tensor],
-        unsplittable_reason: str | None,
-        device: torch.device,
-    ) -> None:
-        self._gradient = gradient
-        self._grad_sync = grad_sync
-        self._statistics = statistics
-        self._unsplittable_reason = unsplittable_reason
-        self._device = device
+    _gradient: Gradient
+    _grad_sync: GradientSync
+    _statistics: Sequence[Tensor]
+    _unsplittable_reason: str | None
+    _device: torch.device
+
+    def __post_init__(self) -> None:
         self._done: list[list[Outcome]] = []
-        self.kept = copies(statistics)  # Copies of the statistics before the step
+        self.kept = copies(self._statistics)  # Copies of the statistics before the step
         self.splits = 0  # Number of pieces that were split
 
     @property

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -104,34 +105,48 @@ def read(message: Tensor, count: int, *, learner: int, peer: int) -> int:
     return kind
 
 
+@dataclass(eq=False)
+class _Side:
+    """What begins or answers the exchanges of a learner."""
+
+    mixer: Mixer
+    peers: Peers
+    transport: SocketTransport
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self.exchanges = 0  # Number of completed exchanges
+        self.bytes = 0  # Bytes of weights, sent and received
+
+    def publish(self) -> None:
+        """Do nothing: the active neighbours begin exchanges."""
+
+    def stop(self) -> None:
+        """Do nothing: each neighbour reports when it has finished."""
+
+    def _count(self, weights: Tensor) -> None:
+        self.bytes += 2 * weights.nbytes
+        self.exchanges += 1
+
+
 # The active side of gossip averaging, which begins exchanges.
 
 # Largest silence towards a neighbour, as a fraction of its timeout.
 _SIGN_OF_LIFE = 1 / 4
 
 
-class Active:
+@dataclass(eq=False)
+class Active(_Side):
     """Performs one exchange per publication, or as many as the network allows, in one thread."""
 
-    def __init__(
-        self,
-        mixer: Mixer,
-        peers: Peers,
-        transport: SocketTransport,
-        timeout_s: float,
-        choose: Callable[[Sequence[int], int], int],
-    ) -> None:
-        self._mixer = mixer
-        self._peers = peers
-        self._transport = transport
-        self._timeout_s = timeout_s
-        self._choose = choose
+    choose: Callable[[Sequence[int], int], int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._changed = threading.Condition()
         self._published = False
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self.exchanges = 0  # Number of completed exchanges
-        self.bytes = 0  # Bytes of weights, sent and received
 
     def start(self) -> None:
         self._published = self._stopping = False
@@ -156,25 +171,25 @@ class Active:
     def _run(self) -> None:
         peer = None
         try:
-            got, told = torch.empty(self._mixer.count), time.monotonic()
+            got, told = torch.empty(self.mixer.count), time.monotonic()
             while (kind := self._next()) != STOP:
-                if kind == EXCHANGE and self._peers.living:
-                    peer = self._choose(self._peers.living, self.exchanges)
+                if kind == EXCHANGE and self.peers.living:
+                    peer = self.choose(self.peers.living, self.exchanges)
                     self._exchange(peer, got)
                 # With many neighbours, one may not be chosen for longer than its timeout.
-                if time.monotonic() - told >= self._timeout_s * _SIGN_OF_LIFE:
+                if time.monotonic() - told >= self.timeout_s * _SIGN_OF_LIFE:
                     self._send_all(ALIVE)
                     told = time.monotonic()
             self._send_all(STOP)
         except Exception as error:
-            self._peers.fail(peer, error)
+            self.peers.fail(peer, error)
 
     def _next(self) -> int:
         """Wait for the next action and return its message kind."""
         with self._changed:
             # A passive learner cannot distinguish a long computation from a lost learner.
             self._changed.wait_for(
-                lambda: self._published or self._stopping, timeout=self._timeout_s * _SIGN_OF_LIFE
+                lambda: self._published or self._stopping, timeout=self.timeout_s * _SIGN_OF_LIFE
             )
             if self._stopping:
                 return STOP
@@ -182,25 +197,24 @@ class Active:
             return EXCHANGE if published else ALIVE
 
     def _exchange(self, peer: int, got: Tensor) -> None:
-        sent = self._mixer.snapshot()
+        sent = self.mixer.snapshot()
         try:
             message = header(EXCHANGE, sent.numel())
-            self._transport.send(message, peer, self._timeout_s)
-            self._transport.send(sent, peer, self._timeout_s)
-            self._transport.receive(got, peer, self._timeout_s)
+            self.transport.send(message, peer, self.timeout_s)
+            self.transport.send(sent, peer, self.timeout_s)
+            self.transport.receive(got, peer, self.timeout_s)
         except PeerLost as lost:
-            self._peers.lose(peer, str(lost))
+            self.peers.lose(peer, str(lost))
             return
-        self._mixer.average(got)
-        self.bytes += 2 * got.nbytes
-        self.exchanges += 1
+        self.mixer.average(got)
+        self._count(got)
 
     def _send_all(self, kind: int) -> None:
-        for peer in self._peers.living:
+        for peer in self.peers.living:
             try:
-                self._transport.send(header(kind, self._mixer.count), peer, self._timeout_s)
+                self.transport.send(header(kind, self.mixer.count), peer, self.timeout_s)
             except PeerLost as lost:
-                self._peers.lose(peer, str(lost))
+                self.peers.lose(peer, str(lost))
 
 
 # The passive side of gossip averaging, which answers exchanges.
@@ -212,39 +226,28 @@ _BUFFERS = 2
 _PATIENCE = 3
 
 
-class Passive:
+@dataclass(eq=False)
+class Passive(_Side):
     """Answers each neighbour in a thread; one may be silent for ``_PATIENCE`` timeouts."""
 
-    def __init__(
-        self, mixer: Mixer, peers: Peers, transport: SocketTransport, timeout_s: float
-    ) -> None:
-        self._mixer = mixer
-        self._peers = peers
-        self._transport = transport
-        self._timeout_s = _PATIENCE * timeout_s
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._patience_s = _PATIENCE * self.timeout_s
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for _ in range(min(_BUFFERS, len(peers.living))):
-            self._buffers.put(torch.empty(mixer.count))
+        for _ in range(min(_BUFFERS, len(self.peers.living))):
+            self._buffers.put(torch.empty(self.mixer.count))
         self._threads: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
-        self.exchanges = 0  # Number of completed exchanges
-        self.bytes = 0  # Bytes of weights, sent and received
 
     def start(self) -> None:
         self._threads = {
             peer: threading.Thread(
                 target=self._run, args=(peer,), name=f"gossip with {peer}", daemon=True
             )
-            for peer in self._peers.living
+            for peer in self.peers.living
         }
         for thread in self._threads.values():
             thread.start()
-
-    def publish(self) -> None:
-        """Do nothing: the active neighbours begin exchanges."""
-
-    def stop(self) -> None:
-        """Do nothing: each neighbour reports when it has finished."""
 
     def is_running(self) -> bool:
         return any(thread.is_alive() for thread in self._threads.values())
@@ -253,29 +256,28 @@ class Passive:
         try:
             self._serve(peer)
         except Exception as error:
-            self._peers.fail(peer, error)
+            self.peers.fail(peer, error)
 
     def _serve(self, peer: int) -> None:
         message = blank()
         try:
             while True:
-                self._transport.receive(message, peer, self._timeout_s)
-                kind = read(message, self._mixer.count, learner=self._peers.learner, peer=peer)
+                self.transport.receive(message, peer, self._patience_s)
+                kind = read(message, self.mixer.count, learner=self.peers.learner, peer=peer)
                 if kind == STOP:
                     return
                 if kind == EXCHANGE:
                     self._exchange(peer)
         except PeerLost as lost:
-            self._peers.lose(peer, str(lost))
+            self.peers.lose(peer, str(lost))
 
     def _exchange(self, peer: int) -> None:
         buffer = self._buffers.get()
         try:
-            self._transport.receive(buffer, peer, self._timeout_s)
-            self._mixer.answer(buffer)
-            self._transport.send(buffer, peer, self._timeout_s)
+            self.transport.receive(buffer, peer, self._patience_s)
+            self.mixer.answer(buffer)
+            self.transport.send(buffer, peer, self._patience_s)
         finally:
             self._buffers.put(buffer)
         with self._lock:
-            self.bytes += 2 * buffer.nbytes
-            self.exchanges += 1
+            self._count(buffer)
