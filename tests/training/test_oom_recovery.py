@@ -152,7 +152,7 @@ def test_an_utterance_that_does_not_fit_alone_is_named(quiet, batches):
 def test_a_recorded_micro_batch_is_not_split(quiet, batches):
     _, train_state = quiet()
 
-    def replay(batch, counts):
+    def replay(batch, counts, **options):
         raise torch_error()
 
     with pytest.raises(OutOfMemory, match=r"CUDA graph cannot be split: lower data.frame_budget"):
