@@ -120,7 +120,7 @@ def test_no_stretch_overlaps_and_no_speech_is_lost(seed) -> None:
 
 @pytest.mark.parametrize("gap", [2.0, None])
 @pytest.mark.parametrize("pad", [0.3, 0.5, 1.0, 1.9])
-@pytest.mark.parametrize("db", [-200.0, -55.0])
+@pytest.mark.parametrize("db", [-200.0, -75.0, -55.0])
 def test_ends_of_a_recording_are_trimmed(gap, pad, db, model, tokenizer, all_is_speech) -> None:
     ends = np.zeros(int(pad * RATE), np.float32)
     audio = np.concatenate([ends, voice(3.0), ends])
@@ -129,7 +129,7 @@ def test_ends_of_a_recording_are_trimmed(gap, pad, db, model, tokenizer, all_is_
     (result,) = transcribe(model, tokenizer, [Waveform("x", audio, RATE)], config=config)
     assert isinstance(result, Transcription)
     (segment,) = result.segments
-    margin = 0.1 if db > -100 else 0.0  # of digital silence nothing stays
+    margin = 0.1 if db > -60 else 0.0  # nothing stays of what is far quieter than all speech
     expected = pad - margin, pad + 3.0 + margin
     assert (segment.start, segment.end) == pytest.approx(expected, abs=0.06)
     part = audio[round(segment.start * RATE) : round(segment.end * RATE)]
