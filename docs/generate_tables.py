@@ -469,6 +469,21 @@ def other_language() -> str:
     return markdown(["Dutch", "way", "core s", "steps", *ERRORS], lines, texts=2)
 
 
+def whisper_finetuning() -> str:
+    """Errors of Whisper, untouched and fine-tuned."""
+    groups = grouped(read("whisper_finetuning"), "size", "configuration", "minutes", "seed")
+    lines = []
+    for (size, configuration, minutes, _), rows in groups.items():
+        errors = {(row["evaluated"], row["windows"]): row["wer"] for row in rows}
+        language = rows[0]["evaluated"]
+        shown = [f"{float(errors[language, windows]):.1f}" for windows in ("own", "silence")]
+        kept = "" if language == "en" else f"{float(errors['en', 'own']):.1f}"
+        core_s = f"{float(rows[0]['cpu_s']):.0f}" if rows[0]["cpu_s"] else "0"
+        lines.append([f"{size}, {language}", configuration, minutes, core_s, *shown, kept])
+    titles = ["model, language", "training", "minutes", "core s", "WER %", "WER %, windows of 30 s"]
+    return markdown([*titles, "English WER %"], lines, texts=2)
+
+
 def experts() -> str:
     """Errors of three seeds by number of updates and kind of network."""
     rows = sorted(read("experts"), key=lambda row: int(row["seed"]))
@@ -491,7 +506,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
-        *(compiled_counts, small_data, subsampling, other_language, experts),
+        *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
+        experts,
     )
 }
 
