@@ -673,7 +673,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.continue_from is not None:
         try:
             with tarfile.open(options.continue_from) as archive:
-                archive.extractall(output, filter="data")
+                # Python before 3.11.4 has no filters.
+                has_filters = hasattr(tarfile, "data_filter")
+                archive.extractall(output, **({"filter": "data"} if has_filters else {}))
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             reason = f"{options.continue_from} cannot be unpacked: {error}"
             parser.error(f"--continue-from must name the archive of an earlier call, but {reason}")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from effasr.checks import check, check_positive
+
+if TYPE_CHECKING:
+    import torch
 
 # Fields of the search, of a second language model and of a corrector: the options of commands, and
 # what a file of `effasr tune` may have.
@@ -20,7 +23,7 @@ LONG_FORM = "long_form", "previous_text"
 SECOND_PASS = "second_lm", "second_lm_weight", "second_word_bonus"
 CORRECTOR = "corrector", "corrector_margin", "corrector_source"
 
-_COUNTS = "beam", "max_symbols", "frame_budget", "max_sequences", "extra_tokens", "workers"
+_COUNTS = "beam", "max_symbols", "max_sequences", "extra_tokens", "workers"
 
 LENGTH_PENALTY = 0.6  # Wu et al., 2016, https://arxiv.org/abs/1609.08144, recommend 0.6 to 0.7
 LM_WEIGHT = 0.3
@@ -64,9 +67,9 @@ class DecodingConfig:
         boost_weight: Weight of the phrases in ``boost`` that have none, in nats a token (default:
             1). More finds more of them, and puts some where they are not said.
         max_symbols: Most labels per frame in the greedy search of a transducer.
-        frame_budget: Audio to decode together, in frames of 80 ms (default: 4096); less needs less
-            memory. Encoder frames are twice as many for a FastConformer that subsamples by 4, whose
-            frames are 40 ms, and four times as many for Whisper's of 20 ms.
+        frame_budget: Audio to decode together, in frames of 80 ms (default: 4096, and 2048 on a
+            CPU); less needs less memory. Encoder frames are twice as many for a FastConformer that
+            subsamples by 4, whose frames are 40 ms, and four times as many for Whisper's of 20 ms.
         max_sequences: Utterances of a batch.
         chunk_seconds: Split longer recordings at pauses into chunks of at most so many seconds
             (default: as long as the longest training utterance, at most 30). Recordings that are
@@ -151,7 +154,7 @@ class DecodingConfig:
     boost: Path | None = None
     boost_weight: float | None = field(default=None, metadata={"metavar": "W"})
     max_symbols: int = 10
-    frame_budget: int = 4096
+    frame_budget: int | None = None
     max_sequences: int = 256
     chunk_seconds: float | None = field(default=None, metadata={"metavar": "S", "option": "chunk"})
     search_seconds: float = 3.0
@@ -187,6 +190,8 @@ class DecodingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, *_COUNTS)
+        if self.frame_budget is not None:
+            check_positive(self, "frame_budget")
         chunk, search = self.chunk_seconds, self.search_seconds
         check(0.0 <= search < math.inf, "search_seconds", "be at least 0", search)
         if chunk is not None:
@@ -246,6 +251,13 @@ class DecodingConfig:
         check(not listed, "nbest", rule, self.nbest, remedy)
         rule, per_frame = "be at least 0", self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", rule, per_frame)
+
+    def budget_on(self, device: torch.device) -> int:
+        """Return ``frame_budget``, or its default for a device."""
+        if self.frame_budget is not None:
+            return self.frame_budget
+        # More is no faster on cores, and takes memory.
+        return 2048 if device.type == "cpu" else 4096
 
     def _check_range(self, name: str, least: float, remedy: str) -> None:
         value = getattr(self, name)

@@ -171,7 +171,7 @@ class ContinuousBatches:
         slots = self._most
         if self._device.type != "cpu":
             slots = min(slots, max(_FEWEST_SLOTS, 1 << (utterances - 1).bit_length()))
-        budget = self._config.frame_budget
+        budget = self._config.budget_on(self._device)
         while True:
             try:
                 return self._new_engine(slots, budget)

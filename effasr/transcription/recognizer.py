@@ -90,8 +90,9 @@ class Recognizer:
         per_frame = config.tokens_per_frame
         if isinstance(encoder, FastConformerConfig):
             per_frame *= rows / 8
-        budget = config.frame_budget * 8 // rows
-        self.config = replace(config, frame_budget=budget, tokens_per_frame=per_frame)
+        device = next(model.parameters()).device
+        self._budget = config.budget_on(device) * 8 // rows
+        self.config = replace(config, frame_budget=self._budget, tokens_per_frame=per_frame)
         self._frame_samples = self._features.framing.samples
         self._detectors = Detectors(config.vad, self.sample_rate)
         self.vad = self._detectors.name
@@ -105,7 +106,6 @@ class Recognizer:
         self._lm = load_lm(self.config, model, tokenizer)
         self._boost = load_boost(self.config, model, tokenizer)
         self._calibration = load_calibration(self.config.calibration, self.method)
-        device = next(model.parameters()).device
         self._second = load_second_pass(self.config, device)
         self._corrector = load_corrector(self.config, device)
         self._cpu_weights: OneDNNWeights | None = None
@@ -141,7 +141,7 @@ class Recognizer:
                 first.setdefault(id(piece.recording), piece)
         waiting = list(first.values())
         frames = [piece.frames for piece in waiting]
-        for indices in plan_batches(frames, self.config.frame_budget, self.config.max_sequences):
+        for indices in plan_batches(frames, self._budget, self.config.max_sequences):
             chosen = [waiting[index] for index in indices]
             with evaluating(self.model), self._computing():
                 languages = self._languages_of(chosen)
@@ -235,7 +235,7 @@ class Recognizer:
             yield from self._sequential_results(requests, on_audio, interruption)
             return
         decoder = self._batch_decoder()
-        enough = _WINDOW_BATCHES * self.config.frame_budget
+        enough = _WINDOW_BATCHES * self._budget
         window: list[Piece] = []
         frames = 0
         unfinished: deque[OpenRecording] = deque()
@@ -274,7 +274,7 @@ class Recognizer:
             self.sample_rate,
         )
         longest = self._features.encoder_frames(int(self._longest_chunk() * self.sample_rate))
-        most = max(1, min(self.config.max_sequences, self.config.frame_budget // longest))
+        most = max(1, min(self.config.max_sequences, self._budget // longest))
         opened = prefetch(self._begin, requests, workers=self.config.workers)
         unfinished: deque[OpenRecording] = deque()
         pieces: list[Piece] = []
@@ -381,7 +381,7 @@ class Recognizer:
         """Submit the pieces in batches; the decoder may finish them later."""
         self._hear_languages(pieces)
         plan = plan_batches(
-            [piece.frames for piece in pieces], self.config.frame_budget, self.config.max_sequences
+            [piece.frames for piece in pieces], self._budget, self.config.max_sequences
         )
         for indices in plan:
             self._decode_batch(decoder, [pieces[index] for index in indices], on_audio)

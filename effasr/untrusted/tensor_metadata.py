@@ -16,7 +16,17 @@ from effasr.untrusted.files import open_regular, plain_name, read_bytes
 
 FILE = ".metadata"
 _MOST_BYTES = 256 << 20
+
+
+def _member(cls: Any, name: str) -> Any:
+    """Return a member of the one enumeration of metadata, which Python before 3.11.4 so names."""
+    if cls is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it names an attribute, which no metadata of tensors has")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 _CLASSES: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,

@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import pytest
 
+from tests.support.archives import extract
 from tests.support.cpp_build import ROOT, run
 
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
@@ -55,8 +56,7 @@ def test_a_source_distribution_is_complete(source_distribution):
 
 def test_it_installs_and_runs_in_an_empty_environment(source_distribution, tmp_path):
     """From the source distribution to a wheel to an environment without this checkout."""
-    with tarfile.open(source_distribution) as file:
-        file.extractall(tmp_path, filter="data")
+    extract(source_distribution, tmp_path)
     (sources,) = tmp_path.iterdir()
     done = run(
         *("-W", "ignore", "setup.py", "-q", "bdist_wheel"), cwd=sources, EFFASR_BUILD_CPP="0"

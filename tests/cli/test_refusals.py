@@ -68,7 +68,10 @@ TRAIN = [
     ("model.encoder.layrs=3", "unknown field: did you mean `layers`?"),
     ("model.ctc=1", "`model.ctc` must be true or false, but is 1"),
     ("optimizer.lr=.nan", "`optimizer.lr` must be a finite number, but is nan"),
-    ("training.precision=half", "must be one of 'auto', 'float32', 'bfloat16', but is 'half'"),
+    (
+        "training.precision=half",
+        "must be one of 'auto', 'float32', 'bfloat16', 'float16', but is 'half'",
+    ),
     ("model.encoder.heads=3", "model.encoder: `width` must be a multiple of"),
     ("model.encoder.subsampling=6", "`subsampling` must be 4 or 8, but is 6"),
     ("name", "an override must be `path.to.field=value`, but is 'name'"),

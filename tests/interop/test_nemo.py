@@ -1,7 +1,6 @@
 """NeMo itself made the models in `nemo/`, and noted what they compute; see `nemo/make.py`."""
 
 import itertools
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -28,6 +27,7 @@ from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr_kernels import Context
+from tests.support.archives import extract
 from tests.support.small_model import shake
 
 FOLDER = Path(__file__).parent / "nemo"
@@ -248,8 +248,7 @@ SIZES = {"width": 16, "heads": 2, "feed_forward": 32, "subsampling_channels": 6}
 
 @pytest.mark.parametrize("case", ["canary"], scope="module")
 def test_a_folder_is_as_good_as_a_file(imported, tmp_path):
-    with tarfile.open(FOLDER / "canary.nemo") as tar:
-        tar.extractall(tmp_path, filter="data")
+    extract(FOLDER / "canary.nemo", tmp_path)
     again = import_nemo(tmp_path)
     assert again.config == imported.config
     assert all(torch.equal(again.state[key], value) for key, value in imported.state.items())

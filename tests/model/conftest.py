@@ -1,9 +1,16 @@
 import pytest
 import torch
 
-from tests.support.small_model import examples, make_batch, subsampling, tiny_config, tiny_model
+from tests.support.small_model import (
+    examples,
+    is_causal,
+    make_batch,
+    subsampling,
+    tiny_config,
+    tiny_model,
+)
 
-__all__ = ["examples", "make_batch", "subsampling", "tiny_config", "tiny_model"]
+__all__ = ["examples", "is_causal", "make_batch", "subsampling", "tiny_config", "tiny_model"]
 
 
 @pytest.fixture

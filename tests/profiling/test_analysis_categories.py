@@ -25,6 +25,7 @@ OWN = {
     "matmul": "multiply multiply_transposed rank_parts",
     "normalisation": "add_norm add_norm_backward normalize normalize_backward normalize_rows "
     "sum_gradients update",
+    "optimizer": "adamw_chunk",
 }
 """Kernels of effasr_kernels by category."""
 LAMBDA = (

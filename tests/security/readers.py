@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,6 +56,7 @@ from effasr.transcription.inputs.audio_stream import open_stream
 from effasr.transcription.label import LabelFolder
 from effasr.transcription.online import OnlineRecognizer
 from effasr_kernels import Context
+from tests.support.archives import extract
 from tests.support.real_ffmpeg import real_ffmpeg
 
 RATE = 16_000
@@ -346,11 +346,6 @@ def nemo(kind: str, *, unpack: bool = True) -> Reader:
 def use_nemo(path: Path) -> ASRModel:
     imported = import_nemo(path)
     return ASRModel.from_state_dict(imported.config, imported.vocab_size, imported.state)
-
-
-def extract(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
 
 
 def make_nemo_streaming(folder: Path) -> None:

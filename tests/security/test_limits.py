@@ -17,6 +17,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     StorageMeta,
 )
@@ -274,6 +275,29 @@ def stored(tmp_path):
     tensor_files.write({"a": torch.arange(3.0)}, tmp_path / "training")
     assert torch.equal(tensor_files.read_whole(tmp_path / "training")["a"], torch.arange(3.0))
     return tmp_path / "training"
+
+
+class _Attribute:
+    """A pickle that calls getattr, as members of enumerations did before Python 3.11.4."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_metadata_may_name_a_memory_format_as_older_pythons_did(stored, monkeypatch):
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))
+    with monkeypatch.context() as patch:
+        patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+        _rewrite(stored, lambda metadata: None)
+    assert b"getattr" in (stored / ".metadata").read_bytes()
+    assert torch.equal(tensor_files.read_whole(stored)["a"], torch.arange(3.0))
+    attribute = _Attribute(torch.Size, "__init__")
+    _rewrite(stored, lambda metadata: setattr(metadata, "planner_data", attribute))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged: it names an attribute"):
+        tensor_files.describe(stored)
 
 
 def test_metadata_of_a_checkpoint_run_no_program(stored, tmp_path):

@@ -98,7 +98,8 @@ class TextToText:
             targets = [self.tokenizer.encode(text, prompt.target) for text, (_, prompt) in pairs]
         written: dict[int, Written] = {}
         lengths = [len(item.source) for item in examples]
-        budget, most = self.config.frame_budget, self.config.max_sequences
+        budget = self.config.budget_on(next(self.model.parameters()).device)
+        most = self.config.max_sequences
         with evaluating(self.model), torch.no_grad():
             for members in plan_batches(lengths, budget, most):
                 group = [examples[index] for index in members]

@@ -85,7 +85,7 @@ class Table:
         ]
         copies = [x.copy for x in self.tensors if x.copy is not None]
         launch(
-            update_chunk,
+            adamw_chunk,
             (len(self._chunks),),
             *(self._rows, self._gradients, self._chunks, self._decays),
             *(steps, corrections, rates, infinite, norm),
@@ -107,7 +107,7 @@ _SETTINGS = ["clip", "beta1", "new1", "beta2", "new2", "eps"]
 
 
 @triton.jit(do_not_specialize=_SETTINGS)
-def update_chunk(
+def adamw_chunk(
     rows,  # int64 (P, 6): addresses of weight, moments, average and copy, 0 for none; elements
     gradients,  # int64 (P,), addresses
     chunks,  # int32 (programs, 2): number of the tensor, and of its chunk
