@@ -29,7 +29,7 @@ from effasr.nn.experts import (
     run_feed_forward,
 )
 from effasr.nn.positions import PositionTables, decoder_sinusoids
-from effasr.nn.residual import Residual, draw_layer_seeds, residual_stream
+from effasr.nn.residual import Residual, draw_layer_seeds, normalized, residual_stream
 from effasr.nn.stack import Layer, checkpointed_forward, is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
         x = self.embed(tokens.values, layout.positions())
         if is_empty(layout, encoded.layout) and is_sharded(self.layers):
             x = skip_layers(self.layers, x)
-            return self.norm(x), None if sigma is None else x.new_zeros(len(x))
+            return normalized(x, self.norm), None if sigma is None else x.new_zeros(len(x))
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         groups = named_groups(self.config.experts, expert_of(encoded), layout)
         penalties, self.router_losses = [], []
@@ -286,7 +286,7 @@ class Decoder(nn.Module):
             penalties.append(penalty)
             self.router_losses += losses if self.training else ()
         mean = None if sigma is None else torch.stack(penalties).mean(0)
-        return self.norm(x), mean
+        return normalized(x, self.norm), mean
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.output_weight, self.output_bias)

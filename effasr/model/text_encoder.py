@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from effasr.checks import check, check_dropouts, check_positive
 from effasr.nn.experts import ExpertsConfig, named_groups
 from effasr.nn.positions import decoder_sinusoids
-from effasr.nn.residual import residual_stream
+from effasr.nn.residual import normalized, residual_stream
 from effasr.nn.stack import join_skipped, run_layers, skip_branch
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
@@ -101,4 +101,4 @@ class TextEncoder(nn.Module):
         self.router_losses = []
         losses = self.router_losses if self.training else None
         x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=losses)
-        return PackedSequence(join_skipped(self.norm(x), skipped), layout)
+        return PackedSequence(join_skipped(normalized(x, self.norm), skipped), layout)

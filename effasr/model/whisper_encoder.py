@@ -13,7 +13,7 @@ from effasr import ranges
 from effasr.checks import check, check_dropouts, check_positive
 from effasr.data.features.log_mel import MelFrames
 from effasr.nn.positions import whisper_sinusoids
-from effasr.nn.residual import residual_stream
+from effasr.nn.residual import normalized, residual_stream
 from effasr.nn.stack import run_layers
 from effasr.nn.transformer_layer import TransformerLayer
 from effasr_kernels import PackedSequence
@@ -151,7 +151,7 @@ class WhisperEncoder(nn.Module):
         x = F.dropout(x, config.input_dropout, self.training)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         x = run_layers(self.layers, "encoder", x, layout, layout)
-        return PackedSequence(self.norm(x), layout)
+        return PackedSequence(normalized(x, self.norm), layout)
 
 
 def _product(rows: Tensor, conv: nn.Conv1d) -> Tensor:

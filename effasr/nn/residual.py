@@ -43,6 +43,14 @@ def draw_layer_seeds(layers: Iterable[Any], x: Tensor) -> list[tuple[Tensor, ...
     return [tuple(islice(drawn, count)) for count in counts]
 
 
+def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """Normalize the stream on a CPU, also where fsdp2 has gathered narrower weights."""
+    if norm.weight.dtype == x.dtype or x.dtype != torch.float32:
+        return norm(x)
+    weight, bias = norm.weight.float(), norm.bias.float()
+    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+
+
 @dataclass(frozen=True, slots=True)
 class Residual:
     """Adds the outputs of a layer's modules to the residual stream, and normalizes the sum.
@@ -77,7 +85,7 @@ class Residual:
     def norm(self, x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         """The normalized stream and the next ``x``, whose gradients meet in the norm's backward."""
         if not is_fused(x):
-            return norm(x), x
+            return normalized(x, norm), x
         return dropout_add_layer_norm(None, x, norm.weight, norm.bias, self.layout, eps=norm.eps)
 
     def add(
@@ -103,7 +111,7 @@ class Residual:
         if is_fused(x):
             return self._add(x, output, last, norm, offset=offset, scale=scale)
         x = self.add(x, output, last, offset=offset, scale=scale)
-        return norm(x), x
+        return normalized(x, norm), x
 
     def add_post_norm(
         self,
@@ -118,7 +126,7 @@ class Residual:
         """The normalized result of `add`, which goes on as the stream."""
         if is_fused(x):
             return self._add(x, output, last, norm, offset=offset, scale=scale, prenorm=False)
-        return norm(self.add(x, output, last, offset=offset, scale=scale))
+        return normalized(self.add(x, output, last, offset=offset, scale=scale), norm)
 
     def _add(
         self,
