@@ -88,7 +88,10 @@ def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(make_config
     assert lines[-1]["step"] == steps
     assert lines[-1]["learner_steps"] == [len(fast), len(slow)]
     assert lines[-1]["gossip_exchanges"] > 0
-    assert all(line["gossip_strangers"] == 3 for line in lines)
+    counts = [line["gossip_strangers"] for line in lines]
+    # The first lines may be written before all have connected.
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
     assert lines[-1]["consensus_distance"] > 0
     assert lines[-1]["plan_steps_per_s"] > 0
     assert any(line["staleness"] is not None for line in lines)
