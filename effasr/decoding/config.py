@@ -67,7 +67,7 @@ class DecodingConfig:
         boost_weight: Weight of the phrases in ``boost`` that have none, in nats a token (default:
             1). More finds more of them, and puts some where they are not said.
         max_symbols: Most labels per frame in the greedy search of a transducer.
-        frame_budget: Audio to decode together, in frames of 80 ms (default: 4096, and 2048 on a
+        frame_budget: Audio to decode together, in frames of 80 ms (default: 4096, and 1536 on a
             CPU); less needs less memory. Encoder frames are twice as many for a FastConformer that
             subsamples by 4, whose frames are 40 ms, and four times as many for Whisper's of 20 ms.
         max_sequences: Utterances of a batch.
@@ -257,7 +257,7 @@ class DecodingConfig:
         if self.frame_budget is not None:
             return self.frame_budget
         # More is no faster on cores, and takes memory.
-        return 2048 if device.type == "cpu" else 4096
+        return 1536 if device.type == "cpu" else 4096
 
     def _check_range(self, name: str, least: float, remedy: str) -> None:
         value = getattr(self, name)
