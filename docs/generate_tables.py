@@ -484,6 +484,17 @@ def whisper_finetuning() -> str:
     return markdown([*titles, "English WER %"], lines, texts=2)
 
 
+def whisper_windows() -> str:
+    """Errors of Whisper, untouched, by the silence behind an utterance."""
+    errors = {(row["size"], int(row["window"])): row["wer"] for row in read("whisper_windows")}
+    windows = sorted({window for _, window in errors}, reverse=True)
+    lines = [
+        [size, *(f"{float(errors[size, window]):.1f}" for window in windows)]
+        for size in ("tiny.en", "base")
+    ]
+    return markdown(["model", *(f"{window} s" for window in windows)], lines)
+
+
 def experts() -> str:
     """Errors of three seeds by number of updates and kind of network."""
     rows = sorted(read("experts"), key=lambda row: int(row["seed"]))
@@ -507,7 +518,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
-        experts,
+        *(whisper_windows, experts),
     )
 }
 
