@@ -22,7 +22,13 @@ else:
     )
     settings.load_profile("any_load")
 
-pytest_plugins = ["pytester", "tests.support.cpu_report", "tests.support.suites"]
+pytest_plugins = [
+    "pytester",
+    "tests.support.commands",
+    "tests.support.cpu_report",
+    "tests.support.small_model",
+    "tests.support.suites",
+]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -15,9 +15,6 @@ import soundfile
 from effasr.checkpoint import load_model, resolve
 from effasr.cli.main import main
 from effasr.training.run_dir.run_directory import read_lines
-from tests.support.commands import effasr
-
-__all__ = ["effasr"]
 
 WORDS = {"low": 300.0, "middle": 700.0, "high": 1500.0, "top": 3000.0}
 
