@@ -7,7 +7,6 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from lhotse import MonoCut, SupervisionSegment
 from lhotse.cut import Cut
 
 from effasr.data.audio.speed_perturbation import duration_at, name_at
-from effasr.data.audio.waveform import AudioError
+from effasr.data.audio.waveform import AudioError, samples_in
 from effasr.data.config import DataConfig
-from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.rules import (
     DURATION_RULES,
     EMPTY_TEXT,
@@ -29,8 +27,9 @@ from effasr.data.filters.rules import (
     Lengths,
     Limits,
     Reason,
-    Rule,
+    RejectedUtterance,
     check_copies,
+    require,
     text_of,
 )
 from effasr.data.index.base_corpus import nothing_left
@@ -61,39 +60,14 @@ _Position = tuple[int, int]  # number of the list, and line
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """Utterances of lists at every speed, before any is dropped for its length."""
+    """Utterances of lists at every speed, without those that no token budget allows."""
 
     paths: tuple[str, ...]
-    positions: np.ndarray  # int32 (n, 2), number of the list and line of each utterance
-    names: Sequence[str | None]
-    seconds: np.ndarray  # float64 (n,)
-    texts: np.ndarray  # int64 (n,), tokens; 0 for an utterance that is used without a text
-    prompts: np.ndarray  # int64 (n,), tokens
-    prompt_ids: np.ndarray  # int64 (n,), index in ``different_prompts``
-    different_prompts: tuple[Prompt, ...]  # in order of first appearance
-    by_text: int  # number of ``texts`` estimated from characters
-    by_duration: int  # number of ``texts`` estimated from durations
-    dropped: tuple[Dropped, ...]  # for their text or audio
-    speeds: tuple[float, ...] = (1.0,)  # at which every utterance is listed
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    @property
-    def monotonic(self) -> np.ndarray:
-        """Whether each text follows the speech in order: bool (n,)."""
-        by_prompt = [prompt.monotonic for prompt in self.different_prompts]
-        return np.array(by_prompt, dtype=bool)[self.prompt_ids]
-
-    @property
-    def languages(self) -> np.ndarray:
-        """Number of the language of each text: int (n,)."""
-        return number_languages(self.different_prompts)[self.prompt_ids]
-
-    def name(self, index: int) -> str:
-        """Return the name of an utterance, or its file and line."""
-        source, line = self.positions[index].tolist()
-        return self.names[index] or f"{self.paths[source]}:{line}"
+    columns: UtteranceColumns  # where sources are numbers of lists
+    by_text: int  # number of texts whose tokens are estimated from characters
+    by_duration: int  # number of those estimated from durations
+    dropped: tuple[tuple[int, Dropped], ...]  # each with the number of utterances before it
+    speeds: tuple[float, ...]  # at which every utterance is listed
 
 
 def read_listing(
@@ -116,12 +90,12 @@ def read_listing(
     With a tokenizer, texts are checked and tokenized as in training. Without one, the number of
     tokens is ``num_tokens``, or else one per `BYTES_PER_TOKEN` of the text; in a table without
     tokens, `TOKENS_PER_SECOND`. Audio files are opened only for lines without a duration, to read
-    the header.
+    the header. What ``limits`` exclude is dropped, except for the token budget.
     """
-    reader = _Reader(limits, tokenizer, prompt_tokens, language, progress)
+    reader = _Reader(paths, limits, tokenizer, prompt_tokens, language, progress)
     for source, path in enumerate(paths):
         reader.read(source, Path(path))
-    return reader.listing(tuple(map(str, paths)))
+    return reader.listing()
 
 
 class _Reader:
@@ -129,13 +103,16 @@ class _Reader:
 
     def __init__(
         self,
+        paths: Sequence[str | Path],
         limits: Limits,
         tokenizer: Tokenizer | None,
         prompt_tokens: int,
         language: str,
         progress: Callable[[int], None],
     ) -> None:
-        self._limits = limits
+        self._paths = tuple(map(str, paths))
+        # As in training, which applies it to the table: it may be derived from the lengths.
+        self._limits = replace(limits, token_budget=None)
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         default = Prompt(language, language)
@@ -150,11 +127,11 @@ class _Reader:
         )
         self._positions = array("i")
         self._names: list[str | None] = []
-        self._seconds = array("d")
+        self._seconds, self._frames = array("d"), array("i")
         self._texts, self._prompts, self._prompt_ids = array("q"), array("q"), array("q")
         self._different_prompts: dict[Prompt, int] = {}
         self._by_text = self._by_duration = 0
-        self._dropped: list[Dropped] = []
+        self._dropped: list[tuple[int, Dropped]] = []
 
     def read(self, source: int, path: Path) -> None:
         options = self._options
@@ -177,21 +154,27 @@ class _Reader:
         else:
             self._add_table(source, _read_table(file, lines))
 
-    def listing(self, paths: tuple[str, ...]) -> Listing:
-        return Listing(
-            paths=paths,
-            positions=np.array(self._positions, dtype=np.int32).reshape(-1, 2),
-            names=self._names,
-            seconds=np.array(self._seconds, dtype=np.float64),
-            texts=np.array(self._texts, dtype=np.int64),
-            prompts=np.array(self._prompts, dtype=np.int64),
-            prompt_ids=np.array(self._prompt_ids, dtype=np.int64),
-            different_prompts=tuple(self._different_prompts),
-            by_text=self._by_text,
-            by_duration=self._by_duration,
-            dropped=tuple(self._dropped),
-            speeds=self._limits.speed_perturbation,
+    def listing(self) -> Listing:
+        positions = np.array(self._positions, dtype=np.int32).reshape(-1, 2)
+        prompt_ids = np.array(self._prompt_ids, dtype=np.int64)
+        prompts = np.array(self._prompts, dtype=np.int64)
+        columns = UtteranceColumns(
+            np.array(self._seconds, dtype=np.float64),
+            np.array(self._frames, dtype=np.int32),
+            (np.array(self._texts, dtype=np.int64) + prompts).astype(np.int32),
+            prompts.astype(np.int32),
+            positions[:, 0],
+            lambda: number_languages(self._different_prompts)[prompt_ids],
+            lambda index: (self._name(self._names[index], positions[index]), ""),
         )
+        counts, dropped = (self._by_text, self._by_duration), tuple(self._dropped)
+        speeds = self._limits.speed_perturbation
+        return Listing(self._paths, columns, *counts, dropped, speeds)
+
+    def _name(self, name: str | None, position: Sequence[int]) -> str:
+        """Return the name of an utterance, or its file and line."""
+        source, line = position
+        return name or f"{self._paths[source]}:{line}"
 
     def _report(self) -> None:
         self._count += 1
@@ -207,15 +190,40 @@ class _Reader:
         prompt_tokens: int,
         speeds: Sequence[float] | None = None,
     ) -> None:
-        """Add an utterance at these speeds, by default at every speed."""
+        """Add an utterance at these speeds, by default at every speed, as far as it is usable."""
         prompt_id = self._different_prompts.setdefault(prompt, len(self._different_prompts))
         for speed in self._limits.speed_perturbation if speeds is None else speeds:
-            self._names.append(name and name_at(name, speed))
+            lengths = Lengths(duration_at(seconds, speed), text=text_tokens, prompt=prompt_tokens)
+            # Equal neighbours, which need a blank between, are not known without the tokens.
+            lengths.ctc_frames, lengths.monotonic = text_tokens, prompt.monotonic
+            copy = name and name_at(name, speed)
+            try:
+                self._require(lengths)
+            except RejectedUtterance as error:
+                copy = self._name(copy, position)
+                self._drop(Dropped(copy, error.reason, str(error), "", lengths.seconds))
+                continue
+            self._names.append(copy)
             self._positions.extend(position)
-            self._seconds.append(duration_at(seconds, speed))
+            self._seconds.append(lengths.seconds)
+            self._frames.append(lengths.frames)
             self._texts.append(text_tokens)
             self._prompts.append(prompt_tokens)
             self._prompt_ids.append(prompt_id)
+
+    def _require(self, lengths: Lengths) -> None:
+        """Drop what training drops, as far as lengths show."""
+        limits = self._limits
+        require(DURATION_RULES, lengths, limits)
+        if not lengths.text and limits.text == "required":
+            raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TEXT)
+        if not lengths.text and limits.text == "optional" and not lengths.monotonic:
+            raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TRANSLATION)
+        lengths.frames = limits.framing.frames(samples_in(lengths.seconds))
+        require((*FRAME_RULES, *TOKEN_RULES), lengths, limits)
+
+    def _drop(self, drop: Dropped) -> None:
+        self._dropped.append((len(self._names), drop))
 
     def _add_table(self, source: int, rows: Iterator[_TableRow]) -> None:
         prompt = self._options.default
@@ -278,7 +286,7 @@ class _Reader:
         except AudioError as error:
             for speed in self._limits.speed_perturbation:
                 copy = name_at(name, speed)
-                self._dropped.append(Dropped(copy, error.problem, str(error), utterance.audio))
+                self._drop(Dropped(copy, error.problem, str(error), utterance.audio))
             return
         if self._options.untranscribed and self._lacks_text(text_of(cut)):
             self._add(name, position, cut.duration, prompt_of(cut), 0, 0)
@@ -313,7 +321,8 @@ class _Reader:
     def _add_cut(self, name: str | None, position: _Position, cut: Cut, prompt: Prompt) -> None:
         """Check a text as in training and count its tokens."""
         tokens, usable, dropped = check_copies(cut, "", self._limits, self._tokenizer)
-        self._dropped += dropped
+        for drop in dropped:
+            self._drop(drop)
         if tokens is None:
             self._by_text += len(usable)
             lengths = _estimate(text_of(cut)), self._prompt_tokens
@@ -446,74 +455,14 @@ def select(
     transducer: bool = False,
     sources: Sequence[int] | None = None,
 ) -> Selection:
-    """Drop what `Corpus.load` drops, as far as lengths show; ``sources``: that of each list."""
-    # Reading has looked at characters, and `Selector` looks at the token budget.
-    frame_budget = config.known_frame_budget
-    limits = replace(
-        limits, frame_budget=frame_budget, token_budget=None, max_characters_per_second=None
-    )
-    rows = _LengthFilter(listing, limits)
-    rows.apply(DURATION_RULES)
-    is_empty = listing.texts < 1
-    if limits.text == "required":
-        rows.drop(np.flatnonzero(is_empty), Reason.EMPTY_TEXT, lambda index: EMPTY_TEXT)
-    elif limits.text == "optional":
-        lacking = np.flatnonzero(is_empty & ~listing.monotonic)
-        rows.drop(lacking, Reason.EMPTY_TEXT, lambda index: EMPTY_TRANSLATION)
-    # Not more than the longest: what is longer has been dropped, and might have too many samples.
-    samples = np.floor(np.minimum(listing.seconds, limits.max_duration) * SAMPLE_RATE + 0.5)
-    frames = limits.framing.frames(samples.astype(np.int64))
-    rows.lengths = replace(rows.lengths, frames=frames)
-    rows.apply((*FRAME_RULES, *TOKEN_RULES))
-    selected = rows.remaining
+    """Drop what `Corpus.load` drops for budgets and rates; ``sources``: that of each list."""
     source_of_list = np.array([0] * len(listing.paths) if sources is None else sources, np.int64)
-    columns = UtteranceColumns(
-        listing.seconds[selected],
-        frames[selected].astype(np.int32),
-        (listing.texts + listing.prompts)[selected].astype(np.int32),
-        listing.prompts[selected].astype(np.int32),
-        source_of_list[listing.positions[selected, 0]],
-        lambda: listing.languages[selected],
-        lambda index: (listing.name(selected[index]), ""),
-    )
-    selector = Selector(columns, config, limits, [(0, drop) for drop in rows.dropped])
+    columns = listing.columns
+    columns = replace(columns, sources=source_of_list[columns.sources])
+    selector = Selector(columns, config, limits, listing.dropped)
     if not selector.is_kept.any():
         raise nothing_left(listing.paths, "no utterance can be planned", selector.dropped)
     selection = selector.select(transducer=transducer)
     if selection.mixture is not None:
         selection.mixture.check(source_of_list)
     return selection
-
-
-class _LengthFilter:
-    """Applies rules to the columns of a listing."""
-
-    def __init__(self, listing: Listing, limits: Limits) -> None:
-        self._listing, self._limits = listing, limits
-        # Without tokens themselves, equal neighbours, which need a blank between, are not known.
-        self.lengths = Lengths(
-            listing.seconds,
-            text=listing.texts,
-            prompt=listing.prompts,
-            ctc_frames=listing.texts,
-            monotonic=listing.monotonic,
-        )
-        self.remaining = np.arange(len(listing))
-        self.dropped = list(listing.dropped)
-
-    def apply(self, rules: Sequence[Rule]) -> None:
-        for rule in rules:
-            if (limit := rule.active_limit(self._limits)) is not None:
-                # Only of what is kept: rates of utterances that are too short might overflow.
-                is_broken = rule.is_broken(self.lengths[self.remaining], limit)
-                self.drop(self.remaining[is_broken], rule.reason, partial(self._explain, rule))
-
-    def drop(self, rows: np.ndarray, reason: Reason, details: Callable[[int], str]) -> None:
-        """Drop these utterances, as far as they are kept."""
-        for index in np.intersect1d(self.remaining, rows).tolist():
-            name, seconds = self._listing.name(index), float(self._listing.seconds[index])
-            self.dropped.append(Dropped(name, reason, details(index), "", seconds))
-        self.remaining = np.setdiff1d(self.remaining, rows)
-
-    def _explain(self, rule: Rule, index: int) -> str:
-        return rule.explain(self.lengths[index], self._limits)

@@ -157,14 +157,13 @@ def test_every_kind_of_manifest_may_lack_texts(half, tmp_path):
 def test_a_plan_counts_frames_alone(half, tmp_path):
     config = DataConfig(text="ignored", frame_budget=60)
     listing = read_listing([half], limits=config.limits())
-    assert not listing.texts.any()
-    assert not listing.prompts.any()
+    assert not listing.columns.tokens.any()
     selection = select(listing, config.limits(), config)
     assert len(selection.lengths) == 10
     assert selection.shape.token_budget == 1
     optional = read_listing([half], limits=DataConfig(text="optional").limits())
-    assert (optional.texts > 0).tolist() == [True, False] * 5
+    assert (optional.columns.text > 0).tolist() == [True, False] * 5
     with gzip.open(tmp_path / "durations.txt.gz", "wt") as file:
         file.write("1.5\n2.5\n")
     rows = read_listing([tmp_path / "durations.txt.gz"], limits=config.limits())
-    assert rows.texts.tolist() == [0, 0]
+    assert rows.columns.text.tolist() == [0, 0]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effasr.data.audio.waveform import samples_in
@@ -19,10 +19,9 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.rules import Limits
 from effasr.data.index.corpus import Corpus
-from effasr.data.prompt import Prompt
 from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.data.tokenizer import train_tokenizer
-from effasr.planning.listing import Listing, read_listing, select
+from effasr.planning.listing import read_listing, select
 from effasr.planning.report import Panel, draw
 from effasr.planning.study import PlanRequest
 
@@ -53,24 +52,24 @@ def test_json_lines_with_tokens_or_text(write):
         {"duration": 3.25, "text": "你好", "audio_filepath": "nowhere.wav"},
     )
     result = read(path, prompt_tokens=4)
-    assert result.seconds.tolist() == [1.5, 2.0, 3.25]
-    assert result.texts.tolist() == [7, 5, 2]
-    assert result.prompts.tolist() == [4, 4, 4]
+    assert result.columns.seconds.tolist() == [1.5, 2.0, 3.25]
+    assert result.columns.text.tolist() == [7, 5, 2]
+    assert result.columns.prompt.tolist() == [4, 4, 4]
     assert (result.by_text, result.by_duration) == (2, 0)
-    assert [result.name(i) for i in range(3)] == ["first", f"{path}:2", f"{path}:4"]
+    assert [result.columns.identify(i)[0] for i in range(3)] == ["first", f"{path}:2", f"{path}:4"]
 
 
 def test_tables_and_mere_durations(write):
     tabs = write("a.tsv", "duration_seconds\tn_tokens_bpe5000\tid", "2.5\t9\tx", "10.0\t\ty")
     quoted = write("q.tsv", "duration\ttext", '3\tsaid "yes')
-    assert read(quoted).seconds.tolist() == [3.0]
+    assert read(quoted).columns.seconds.tolist() == [3.0]
     commas = write("b.csv", 'num_tokens,duration,"some, text"', '3,1.25,"a, b"')
     mere = write("c.txt", "# seconds", "4.0", "", "5  # and more")
     result = read(tabs, commas, mere)
-    assert result.seconds.tolist() == [2.5, 10.0, 1.25, 4.0, 5.0]
-    assert result.texts.tolist() == [9, 36, 3, 14, 18]
+    assert result.columns.seconds.tolist() == [2.5, 10.0, 1.25, 4.0, 5.0]
+    assert result.columns.text.tolist() == [9, 36, 3, 14, 18]
     assert (result.by_text, result.by_duration) == (0, 3)
-    assert [result.name(i) for i in (0, 1, 4)] == ["x", "y", f"{mere}:4"]
+    assert [result.columns.identify(i)[0] for i in (0, 1, 4)] == ["x", "y", f"{mere}:4"]
 
 
 def test_gzipped_lhotse_cuts(tmp_path):
@@ -82,9 +81,9 @@ def test_gzipped_lhotse_cuts(tmp_path):
     with gzip.open(path, "wt") as file:
         file.write(json.dumps(cut) + "\n")
     result = read(path)
-    assert (result.texts.tolist(), result.seconds.tolist()) == ([2], [2.0])
+    assert (result.columns.text.tolist(), result.columns.seconds.tolist()) == ([2], [2.0])
     # A folder that `effasr prepare` wrote is that file.
-    assert read(tmp_path).texts.tolist() == [2]
+    assert read(tmp_path).columns.text.tolist() == [2]
 
 
 def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write):
@@ -96,14 +95,14 @@ def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write):
         {"audio_filepath": "gone.wav", "text": "abc"},
     )
     result = read(path)
-    assert result.seconds.tolist() == [0.5, 1.0]
-    assert [(drop.id, drop.reason) for drop in result.dropped] == [("gone", "missing_audio")]
+    assert result.columns.seconds.tolist() == [0.5, 1.0]
+    assert [(drop.id, drop.reason) for _, drop in result.dropped] == [("gone", "missing_audio")]
     folder = tmp_path / "folder"
     folder.mkdir()
     soundfile.write(folder / "b.wav", np.zeros(16_000, np.float32), 16_000)
     (folder / "b.txt").write_text("abcdef")
     result = read(folder)
-    assert (result.seconds.tolist(), result.texts.tolist()) == ([1.0], [2])
+    assert (result.columns.seconds.tolist(), result.columns.text.tolist()) == ([1.0], [2])
 
 
 @pytest.mark.parametrize(
@@ -236,82 +235,83 @@ def test_one_line_in_a_hundred_counts_as_in_training(tmp_path, write, changed, o
     assert {drop.reason for drop in corpus.dropped} == reasons
 
 
-def data(**settings):
-    deviations = settings.pop("rate_deviations", None)
-    return DataConfig(filters=FilterConfig(rate_deviations=deviations), **settings)
+@pytest.fixture
+def chosen(write):
+    """Choose from rows of seconds and tokens, or of NeMo's fields, with a prompt of 5 tokens."""
+
+    def choose(rows, limits: dict | None = None, rate_deviations=None, **fields):
+        config = DataConfig(filters=FilterConfig(rate_deviations=rate_deviations), **fields)
+        lines = [
+            {"id": f"u{number}", **row}
+            if isinstance(row, dict)
+            else {"id": f"u{number}", "duration": row[0], "num_tokens": row[1]}
+            for number, row in enumerate(rows)
+        ]
+        applied = replace(config.limits(), **limits or {})
+        return select(read_listing([write("list", *lines)], limits=applied), applied, config)
+
+    return choose
 
 
-def listing(seconds, texts):
-    return Listing(
-        paths=("list",),
-        positions=np.stack([np.zeros(len(seconds)), np.arange(len(seconds))], 1).astype(np.int32),
-        names=[f"u{number}" for number in range(len(seconds))],
-        seconds=np.array(seconds, np.float64),
-        texts=np.array(texts, np.int64),
-        prompts=np.full(len(seconds), 5),
-        prompt_ids=np.zeros(len(seconds), np.int64),
-        different_prompts=(Prompt(),),
-        by_text=0,
-        by_duration=0,
-        dropped=(),
+def test_every_reason_is_counted_and_listed(chosen):
+    seconds = [0.05, 41.0, 2.0, 39.0, 9.0, 7.0, 2.0, 2.0, 3.0]
+    result = chosen(
+        zip(seconds, [1, 1, 0, 1, 1, 50, 60, 20, 3], strict=True),
+        {"max_frames": 100, "max_positions": 60, "max_tokens_per_second": 8.0},
+        frame_budget=400,
+        token_budget=50,
     )
-
-
-def test_every_reason_is_counted_and_listed():
-    result = listing(
-        [0.05, 41.0, 2.0, 39.0, 9.0, 7.0, 2.0, 2.0, 3.0], [1, 1, 0, 1, 1, 50, 60, 20, 3]
-    )
-    limits = Limits(max_frames=100, max_positions=60, max_tokens_per_second=8.0)
-    chosen = select(result, limits, data(frame_budget=400, token_budget=50))
-    assert {drop.id: str(drop.reason) for drop in chosen.dropped} == {
-        "u0": "too_short",
-        "u1": "too_long",
-        "u2": "empty_text",
-        "u3": "over_frame_budget",
-        "u4": "over_model_length",
-        "u5": "over_token_budget",
-        "u6": "over_model_length",
-        "u7": "token_rate_outlier",
-    }
-    assert len(chosen) == 1
-    assert (chosen.lengths.frames.tolist(), chosen.lengths.tokens.tolist()) == ([38], [8])
-    assert chosen.reasons["over_model_length"] == 2
-    details = {drop.id: drop.details for drop in chosen.dropped}
+    assert [(drop.id, str(drop.reason)) for drop in result.dropped] == [
+        ("u0", "too_short"),
+        ("u1", "too_long"),
+        ("u2", "empty_text"),
+        ("u3", "over_frame_budget"),
+        ("u4", "over_model_length"),
+        ("u5", "over_token_budget"),
+        ("u6", "over_model_length"),
+        ("u7", "token_rate_outlier"),
+    ]
+    assert len(result) == 1
+    assert (result.lengths.frames.tolist(), result.lengths.tokens.tolist()) == ([38], [8])
+    assert result.reasons["over_model_length"] == 2
+    details = {drop.id: drop.details for drop in result.dropped}
     assert details["u0"] == "0.050 s, under `min_duration` 0.1 s"
     assert details["u3"] == "488 encoder frames, over `frame_budget` 400"
     assert details["u5"] == "55 tokens, over 50"
-    assert json.dumps(chosen.dropped[1].duration) == "41.0"
+    assert json.dumps(result.dropped[1].duration) == "41.0"
 
 
-def test_ctc_needs_a_frame_for_each_token_but_not_of_translations():
-    result = listing([0.8, 0.8], [10, 11])
-    assert select(result, Limits(), data(frame_budget=100)).reasons == {"ctc_infeasible": 1}
-    assert select(result, Limits(ctc=False), data(frame_budget=100)).reasons == {}
-    translated = replace(result, different_prompts=(Prompt("de", "en", "translate"),))
-    assert select(translated, Limits(), data(frame_budget=100)).reasons == {}
+def test_ctc_needs_a_frame_for_each_token_but_not_of_translations(chosen):
+    rows = [(0.8, 10), (0.8, 11)]
+    assert chosen(rows, frame_budget=100).reasons == {"ctc_infeasible": 1}
+    assert chosen(rows, {"ctc": False}, frame_budget=100).reasons == {}
+    translation = {"source_lang": "de", "target_lang": "en", "task": "translate"}
+    translated = [{"duration": s, "num_tokens": n} | translation for s, n in rows]
+    assert chosen(translated, frame_budget=100).reasons == {}
 
 
-def test_rate_outliers_are_those_among_texts_of_their_language():
-    result = listing([4.0] * 400, [*[10] * 199, 40, *[40] * 200])
-    of_language = np.repeat([0, 1], 200)
-    result = replace(
-        result, prompt_ids=of_language, different_prompts=(Prompt(), Prompt("de", "de"))
-    )
-    chosen = select(result, Limits(), data(frame_budget=100, rate_deviations=4))
-    assert [(drop.id, drop.reason) for drop in chosen.dropped] == [("u199", "token_rate_outlier")]
-    assert chosen.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
+def test_rate_outliers_are_those_among_texts_of_their_language(chosen):
+    counts, languages = [*[10] * 199, 40, *[40] * 200], ["en"] * 200 + ["de"] * 200
+    rows = [
+        {"duration": 4.0, "num_tokens": count, "lang": language}
+        for count, language in zip(counts, languages, strict=True)
+    ]
+    result = chosen(rows, frame_budget=100, rate_deviations=4)
+    assert [(drop.id, drop.reason) for drop in result.dropped] == [("u199", "token_rate_outlier")]
+    assert result.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
 
 
 @pytest.mark.parametrize("seconds", [[], [50.0]])
-def test_nothing_is_left(seconds):
+def test_nothing_is_left(chosen, seconds):
     with pytest.raises(ValueError, match=rf"list: no utterance can be planned \({len(seconds)} d"):
-        select(listing(seconds, [1] * len(seconds)), Limits(), data(frame_budget=100))
+        chosen([(value, 1) for value in seconds], frame_budget=100)
 
 
 @given(st.lists(st.floats(0.1, 40.0), min_size=1, max_size=50))
-def test_frames_are_those_of_the_corpus(seconds):
-    chosen = select(listing(seconds, [1] * len(seconds)), Limits(), data(frame_budget=1000))
-    assert chosen.lengths.frames.tolist() == [Framing().frames(samples_in(s)) for s in seconds]
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_frames_are_those_of_the_corpus(chosen, seconds):
+    result = chosen([(value, 1) for value in seconds], frame_budget=1000)
+    assert result.lengths.frames.tolist() == [Framing().frames(samples_in(s)) for s in seconds]
 
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,15 +1,11 @@
-"""Rules for which utterances can be trained on.
-
-A rule compares a length with a limit. It holds for the lengths of one utterance, as manifests are
-read, and for columns of many, as `effasr plan` reads them.
-"""
+"""Rules for which utterances can be trained on: each compares a length with a limit."""
 
 from __future__ import annotations
 
 import enum
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,47 +53,34 @@ class RejectedUtterance(ValueError):
 
 @dataclass(slots=True)
 class Lengths:
-    """Lengths of an utterance: numbers, or columns of many utterances."""
+    """Lengths of an utterance."""
 
-    seconds: Any
-    frames: Any = 0  # of the encoder
-    characters: Any = 0
-    text: Any = 0  # tokens
-    prompt: Any = 0  # tokens
-    ctc_frames: Any = 0  # see `frames_for_ctc`
-    monotonic: Any = True  # whether the text follows the speech in order
+    seconds: float
+    frames: int = 0  # of the encoder
+    characters: int = 0
+    text: int = 0  # tokens
+    prompt: int = 0  # tokens
+    ctc_frames: int = 0  # see `frames_for_ctc`
+    monotonic: bool = True  # whether the text follows the speech in order
 
     @property
-    def tokens(self) -> Any:
+    def tokens(self) -> int:
         return self.text + self.prompt
 
     @property
-    def characters_per_second(self) -> Any:
+    def characters_per_second(self) -> float:
         return self.characters / self.seconds
 
     @property
-    def tokens_per_second(self) -> Any:
+    def tokens_per_second(self) -> float:
         return self.text / self.seconds
-
-    def __getitem__(self, index: Any) -> Lengths:
-        """Return some of the rows of columns, or one of them."""
-        columns = [getattr(self, field.name) for field in fields(self)]
-        return Lengths(*(x[index] if isinstance(x, np.ndarray) else x for x in columns))
 
 
 class Rule(NamedTuple):
     reason: Reason
     limit: str  # field of `Limits`; None or False turns the rule off
-    is_broken: Callable[[Lengths, Any], Any]
+    is_broken: Callable[[Lengths, Any], bool]
     details: str
-
-    def active_limit(self, limits: Limits) -> Any:
-        """Return the limit; None where the rule is turned off."""
-        limit = getattr(limits, self.limit)
-        return None if limit is False else limit
-
-    def explain(self, lengths: Lengths, limits: Limits) -> str:
-        return self.details.format(x=lengths, limit=getattr(limits, self.limit))
 
 
 DURATION_RULES = (
@@ -150,7 +133,7 @@ TOKEN_RULES = (
     Rule(
         Reason.CTC_INFEASIBLE,
         "ctc",
-        lambda x, _: x.monotonic & (x.ctc_frames > x.frames),
+        lambda x, _: x.monotonic and x.ctc_frames > x.frames,
         "CTC needs {x.ctc_frames} encoder frames for {x.text} tokens, and there are {x.frames}",
     ),
     Rule(
@@ -166,9 +149,8 @@ def require(rules: Sequence[Rule], lengths: Lengths, limits: Limits) -> None:
     """Raise `RejectedUtterance` for the first rule that an utterance breaks."""
     for rule in rules:
         limit = getattr(limits, rule.limit)
-        # Not a method of the rule: this runs some ten times for each utterance of a manifest.
         if limit is not None and limit is not False and rule.is_broken(lengths, limit):
-            raise RejectedUtterance(rule.reason, rule.explain(lengths, limits))
+            raise RejectedUtterance(rule.reason, rule.details.format(x=lengths, limit=limit))
 
 
 @dataclass(frozen=True, slots=True)
