@@ -12,7 +12,6 @@ SUBCOMMANDS = {
     "training": ("training", "main", "steps, packed against padded, and of transformers"),
     "encoder": ("encoder", "main", "an encoder's step, and that of transformers"),
     "inference": ("inference", "main", "transcription by depth, and of transformers"),
-    "loading": ("data", "loading", "reading audio, by storage, workers and augmentation"),
     "host": ("kernels", "host", "the host's time for a call of each operation"),
     "counts": ("kernels", "counts", "instructions, sectors and bank conflicts, emulated"),
     "tiles": ("kernels", "tiles", "attention's backward for several sizes of its tiles"),

@@ -38,8 +38,8 @@ if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
     [[ $# -ge 1 ]] && exit 0 || exit 2
 fi
 if ! command -v nsys >/dev/null; then
-    echo "nsys_train.sh: nsys is not on the PATH: install Nsight Systems, or use" \
-        "\"python profiling/profile_step.py\", which needs torch alone." >&2
+    echo "nsys_train.sh: nsys is not on the PATH: install Nsight Systems, or train with" \
+        "training.profile.tool=kineto, which needs torch alone." >&2
     exit 2
 fi
 

@@ -15,9 +15,6 @@ operations of the time that an H200 takes at least: a bound, not a measurement. 
 the matrix products and the kernels of an encoder layer) and their parts, and `programs_per_live`:
 the programs of our kernels for each one whose tile has rows.
 
-``--model speech_llm_lora`` is a speech language model: the encoder of Canary 1B flash before a
-Qwen3 of 1.7 billion weights, with adapters.
-
 With more than 5 % more launches or bytes than the baseline, or more than 1.3 programs for each with
 rows, `--check` fails. If that is intended, update the baseline and commit it.
 """
@@ -32,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from census.report import growth, summarize, table
-from census.speech_llm import NAME as SPEECH_LLM
 from census.step import record
 
 BASELINE = Path(__file__).parent / "results" / "step_census.json"
@@ -63,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", help="fields of the recipe, such as model.residual_in_fp32=false"
     )
-    parser.add_argument("--model", help=f"an architecture of effasr.model.presets, or {SPEECH_LLM}")
+    parser.add_argument("--model", help="an architecture of effasr.model.presets")
     parser.add_argument("--frame-budget", type=int, help="frames of the micro-batch")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")

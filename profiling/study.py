@@ -136,8 +136,8 @@ def checkout_folder(grid: Mapping[str, Any], work: Path) -> Path:
     return work / f"effasr_{grid['revision']}"
 
 
-def check_out(revision: str, folder: Path, *, build: bool = True) -> str:
-    """Clone the repository at a revision, if the folder is not there; return the commit."""
+def check_out(revision: str, folder: Path) -> None:
+    """Clone the repository at a revision, if the folder is not there."""
 
     def git(*arguments: str, root: Path = ROOT) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -151,16 +151,14 @@ def check_out(revision: str, folder: Path, *, build: bool = True) -> str:
 
     commit = git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     if folder.is_dir():
-        return commit
+        return
     partial = folder.with_name(f"{folder.name}_partial")
     shutil.rmtree(partial, ignore_errors=True)
     git("clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(partial))
     git("checkout", "--quiet", commit, root=partial)
-    if build:
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        subprocess.run(command, cwd=partial, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=partial, check=True, stdout=subprocess.DEVNULL)
     partial.rename(folder)
-    return commit
 
 
 def run(plan: Plan, table: Path | None) -> None:

@@ -28,7 +28,7 @@ import effasr_kernels
 PROFILING = Path(__file__).parents[1]
 Row = Mapping[str, Any]
 VERSIONS = ("device", "torch", "triton", "git", "date")
-# The checkout that the kernels are of; under `ops --base` another one than that of the script.
+# The checkout that the kernels are of, which PYTHONPATH may name: not always that of the script.
 SOURCES = Path(effasr_kernels.__file__).parents[2]
 LEFT_OUT = 3  # exit code of a benchmark that cannot run here, for a reason that it wrote
 

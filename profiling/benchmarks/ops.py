@@ -1,7 +1,6 @@
 """Time every operation against its peers, forward and with backward, at real speech lengths.
 
     python profiling/bench.py ops [--op attention ...] [--lengths MANIFEST] [--output ROWS.csv]
-    python profiling/bench.py ops --base REF [--op attention ...]
 
 Needs torch and effasr_kernels alone; peers that are not installed are named and left out. Before
 anything is timed its results and gradients are compared with the reference's. One row for each
@@ -9,24 +8,19 @@ anything is timed its results and gradients are compared with the reference's. O
 milliseconds, memory, useful work per second (padding is no work), and what it was measured on. On a
 CPU the sizes are tiny, and rows are written only where --output says. The transducer's largest
 batches take minutes, so they are measured only with ``--op transducer_loss`` alone, and first, or
-by their kind, ``--kind "large 4x"``. With --base our backends are measured at another git revision,
-in a worktree, and in the working tree, with the same inputs and the benchmark of the latter.
+by their kind, ``--kind "large 4x"``. With another checkout and its folder kernels in PYTHONPATH,
+the kernels of that one are measured, with the same inputs.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import study
 import torch
 
 from benchmarks import attention, harness, operations, transducer
@@ -35,7 +29,6 @@ from benchmarks.harness import OutOfTime, Row, Timing, complain
 from benchmarks.workload import LISTED, Widths, Workload, drawn_durations, read_durations
 from effasr_kernels import OPERATIONS
 
-ROOT = harness.PROFILING.parent
 RESULTS = harness.PROFILING / "results" / "ops.csv"
 COLUMNS = (
     *("op", "kind", "backend", "shape", "dtype", "mode", "p20_ms", "p50_ms", "p80_ms", "host_ms"),
@@ -78,7 +71,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budget-s", type=float, default=420.0, help="for everything")
     text = "for one operation and size; by default an eighth of the budget, from 10 to 45"
     add("--case-s", type=float, help=text)
-    add("--base", metavar="REF", help="compare our backends with those of another git revision")
     add("--list", action="store_true", help="print what would be measured")
     options = parser.parse_args(arguments)
     if options.case_s is None:
@@ -236,80 +228,8 @@ def ranking(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-# --- another revision -----------------------------------------------------------------------------
-
-
-def _measure_checkout(root: Path, command: Sequence[str], output: Path) -> list[dict[str, str]]:
-    """Return the rows of this benchmark with the kernels of a checkout."""
-    paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # It says itself what it leaves out, and why.
-    measuring = [sys.executable, *command, "--output", str(output)]
-    subprocess.run(measuring, env=variables, stdout=subprocess.DEVNULL, check=False)
-    rows = list(harness.read(output))
-    if not rows:
-        raise RuntimeError(
-            f"nothing was measured with the kernels in {root}: the lines above say why"
-        )
-    return rows
-
-
-def side_by_side(before: Sequence[Row], after: Sequence[Row]) -> str:
-    keys = ("op", "kind", "backend", "mode", "shape")
-    base = {tuple(row[key] for key in keys): float(row["p50_ms"]) for row in before}
-    lines = ["", f"{'':70} {'base ms':>10} {'this ms':>10} {'base / this':>12}"]
-    unmatched: list[str] = []
-    for row in after:
-        key = tuple(row[name] for name in keys)
-        if (old := base.pop(key, None)) is None:
-            unmatched.append(f"only here: {' '.join(key)}")
-            continue
-        op = f"{row['op']} {row['kind']}".strip()
-        new = float(row["p50_ms"])
-        label = f"{op:28} {row['backend']:14} {row['mode']:18}"
-        lines += [f"{label:70} {old:10.4f} {new:10.4f} {old / new:12.3f}   {row['shape']}"]
-    unmatched += [f"only in the base: {' '.join(key)}" for key in base]
-    return "\n".join([*lines, "base / this over 1: this is faster", *unmatched]) + "\n"
-
-
-def compare(options: argparse.Namespace) -> int:
-    """Measure our backends at another revision and in the working tree, one after the other."""
-    command = [str(harness.PROFILING / "bench.py"), "ops", "--no-peers"]
-    for name in ("op", "kind", "frames", "head_width"):
-        if values := getattr(options, name):
-            command += [f"--{name.replace('_', '-')}", *map(str, values)]
-    if options.lengths is not None:
-        command += ["--lengths", str(options.lengths.resolve())]
-    command += [f"--{name}" for name in ("reference", "exact") if getattr(options, name)]
-    command += ["--device", options.device, "--case-s", str(options.case_s)]
-    command += ["--budget-s", str(options.budget_s / 2)]
-    with tempfile.TemporaryDirectory(prefix="effasr_base_") as folder:
-        base, made = Path(folder) / "base", Path(folder) / "rows.csv"
-        try:
-            commit = study.check_out(options.base, base, build=False)
-            before = _measure_checkout(base, command, made)
-            used = {row["git"] for row in before} - {commit[:12]}
-            if used:
-                raise RuntimeError(
-                    f"it is {commit[:12]}, but kernels of {', '.join(sorted(used))} were measured: "
-                    "uninstall effasr from this environment, or install it as editable."
-                )
-            made.unlink()
-            after = _measure_checkout(ROOT, command, made)
-        except RuntimeError as error:
-            complain(f"bench ops: `--base` {options.base}: {error}")
-            return 2
-    sys.stdout.write(side_by_side(before, after))
-    if options.output is not None:
-        for row in (*before, *after):
-            harness.append(options.output, COLUMNS, row)
-    return 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    if options.base is not None:
-        return compare(options)
     device = torch.device(options.device)
     gpu = device.type == "cuda"
     if gpu:

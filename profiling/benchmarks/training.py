@@ -2,7 +2,7 @@
 
     python profiling/bench.py training [--model small canary_180m_flash canary_1b_flash ...]
         [--systems packed_static packed random ...] [--modes eager graph compile graph_compile]
-        [--frame-budget N] [--steps 20] [--categories] [--output CSV]
+        [--frame-budget N] [--steps 20] [--output CSV]
 
 Audio is noise and texts are random tokens at durations of a list of real ones; no system computes
 more frames a step than the budget, padding included. ``packed_static`` fills a static shape,
@@ -14,8 +14,8 @@ optimizer of PyTorch, with launches for clipping and casts of their own, and ``g
 residual stream in the dtype of the products. On a CPU systems take turns, a step each; on a GPU,
 and with several models or modes, each has a process of its own. The steps of a row are spread over
 an epoch by the length of their utterances: its throughput is that of all of them, its time the
-median of a step. --categories writes the time by category of kernel to NAME_categories.csv;
---profile DIR records steps for ``profiling/report.py`` in place of timing.
+median of a step. --profile DIR records steps for ``profiling/report.py``, which has the time by
+category of kernel, in place of timing.
 Needs torch and triton alone, but for the bucketed systems, which are lhotse's, and transformers.
 Exit code 1: something failed; 3: nothing could be measured here.
 """
@@ -26,7 +26,6 @@ import argparse
 import math
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,6 @@ from typing import Any
 
 import gpu_processes
 import torch
-from analysis import sources, summary
 
 from benchmarks import harness
 from benchmarks.harness import LEFT_OUT, complain
@@ -75,10 +73,6 @@ COLUMNS = (
     *("step_s", "p20_s", "p80_s", "audio_s_per_s", "padding_frames", "padding_tokens"),
     *("peak_bytes", "mfu", "tflops_useful", "loss_difference", "graph", "compile"),
     *harness.VERSIONS,
-)
-CATEGORY_COLUMNS = (
-    *("system", "model", "mode", "graph", "compile", "precision", "frame_budget", "category"),
-    *("work_ms", "wall_ms", "share", "step_ms", "steps", *harness.VERSIONS),
 )
 _PREFIX = "bench training: "
 _LEAST_S = 60.0
@@ -211,7 +205,6 @@ class Prepared:
     setup: Setup
     batches: list[Batch]  # of each step, with those before the clock starts
     step: Callable[[int], object]
-    ours: Effasr | None  # None for transformers
     fields: dict[str, Any]  # that are known of its row
 
     @classmethod
@@ -224,54 +217,17 @@ class Prepared:
         if system != "transformers":
             trainer = Effasr(setup.config, model, setup.device)
             step = lambda number: trainer.timed_step(number, batches[number])
-            return cls(system, setup, batches, step, trainer, fields)
+            return cls(system, setup, batches, step, fields)
         fields["loss_difference"] = loss_difference(setup, model)
         if fields["loss_difference"] > 1e-3:
             raise ValueError(f"the losses differ by {fields['loss_difference']:.2g}: not timed")
         peer = transformers_of(setup, model, setup.config.training.precision)
         examples = [[setup.corpus.example(int(name)) for name in batch.ids] for batch in batches]
         inputs = [peer.inputs(chosen) for chosen in examples]
-        return cls(system, setup, batches, lambda number: peer.step(inputs[number]), None, fields)
-
-    def categories(self, row: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-        """Return rows of the time by category of kernel, of steps that are recorded now."""
-        if self.ours is None or not steps:
-            return []
-        # The first of them starts the profiler's own threads.
-        again = [self.batches[number % len(self.batches)] for number in range(steps + 1)]
-        with tempfile.TemporaryDirectory() as folder:
-            trace = self.ours.record(again, 1, Path(folder))
-            parts = list(categories_of(trace))
-        shared = {name: row[name] for name in CATEGORY_COLUMNS if name in row}
-        return [shared | part for part in parts]
+        return cls(system, setup, batches, lambda number: peer.step(inputs[number]), fields)
 
 
-def categories_of(trace: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row per category, in ms of a step: summed work and its share of the step's time.
-
-    ``work_ms`` counts overlapping kernels twice; ``wall_ms`` adds up to ``step_ms`` over all rows,
-    those where the device waits included.
-    """
-    report = summary.analyze(sources.gather([trace])).report
-    budget = report["budget"]
-    if budget is None:
-        raise ValueError(f"`{trace}` must hold work of a device or a host, but holds none.")
-    step = budget["step_ms"]["mean"]
-    waiting = {"data_wait": "wait for data", "host_gap": "host gap"}
-    parts = [(entry["name"], entry["work_ms"], entry["wall_ms"]) for entry in report["categories"]]
-    for part in budget["parts"]:
-        if part["name"] in waiting:
-            parts.append((waiting[part["name"]], 0.0, part["ms"]))
-    parts += [(f"idle: {part['name']}", 0.0, part["ms"]) for part in budget["idle"]]
-    for name, work, wall in parts:
-        yield {
-            **{"category": name, "work_ms": round(work, 4), "wall_ms": round(wall, 4)},
-            "share": round(wall / step, 4) if step else 0.0,
-            **{"step_ms": round(step, 4), "steps": budget["windows"]},
-        }
-
-
-def measured(prepared: Sequence[Prepared], steps: int) -> Iterator[tuple[Prepared, dict[str, Any]]]:
+def measured(prepared: Sequence[Prepared], steps: int) -> Iterator[dict[str, Any]]:
     """Yield the row of each system; they take turns, and the first steps are not counted."""
     warm = len(prepared[0].batches) - steps
     device = prepared[0].setup.device
@@ -285,7 +241,7 @@ def measured(prepared: Sequence[Prepared], steps: int) -> Iterator[tuple[Prepare
             seconds[turn.system].append(turn.seconds)
     peak = None if device.type != "cuda" else max(x or 0 for x in peaks)
     for system, times in zip(prepared, seconds, strict=True):
-        yield system, row_of(system, warm, times, peak)
+        yield row_of(system, warm, times, peak)
 
 
 def row_of(
@@ -444,8 +400,8 @@ def _run_here(chosen: Sequence[Job], options: argparse.Namespace, *, on_gpu: boo
             verdicts[job] = _attempt(job, lambda job=job: prepare(job))
 
     def measure() -> None:
-        for system, row in measured(list(ready.values()), options.steps):
-            _write(row, system.categories(row, options.categories), options.output)
+        for row in measured(list(ready.values()), options.steps):
+            _write(row, options.output)
 
     if ready:
         ended = _attempt(next(iter(ready)), measure)
@@ -456,7 +412,7 @@ def _run_here(chosen: Sequence[Job], options: argparse.Namespace, *, on_gpu: boo
     return list(verdicts.values())
 
 
-def _write(row: dict[str, Any], categories: list[dict[str, Any]], output: Path | None) -> None:
+def _write(row: dict[str, Any], output: Path | None) -> None:
     mfu = f"  MFU {100 * row['mfu']:.1f} %" if row["mfu"] != "" else ""
     peak = f"  {row['peak_bytes'] / 1e9:.1f} GB" if row["peak_bytes"] != "" else ""
     harness.show(
@@ -464,15 +420,8 @@ def _write(row: dict[str, Any], categories: list[dict[str, Any]], output: Path |
         f"s/s  {row['step_s']:.4f} s a step  padding {100 * row['padding_frames']:.1f} % of "
         f"frames, {100 * row['padding_tokens']:.1f} % of tokens{peak}{mfu}"
     )
-    if categories:
-        largest = sorted(categories, key=lambda part: -part["wall_ms"])[:8]
-        parts = [f"{part['category']} {part['wall_ms']:.2f} ms" for part in largest]
-        harness.show(f"    {', '.join(parts)}")
     if output is not None:
         harness.append(output, COLUMNS, row)
-        for part in categories:
-            path = output.with_name(f"{output.stem}_categories.csv")
-            harness.append(path, CATEGORY_COLUMNS, part)
 
 
 def _command(job: Job, options: argparse.Namespace) -> list[str]:
@@ -480,7 +429,7 @@ def _command(job: Job, options: argparse.Namespace) -> list[str]:
     command = [sys.executable, script, "training", "--systems", job.system, "--modes", job.mode]
     if job.model is not None:
         command += ["--model", job.model]
-    shared = ("frame_budget", "precision", "utterances", "longest", "steps", "categories")
+    shared = ("frame_budget", "precision", "utterances", "longest", "steps")
     for name in (*shared, "profile", "output"):
         value = getattr(options, name)
         if value is not None:
@@ -505,8 +454,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     add("--modes", nargs="+", choices=MODES, default=["eager"])
     add("--steps", type=int, default=20)
-    text = "also record 3, or so many, for the time by category of kernel"
-    add("--categories", type=int, nargs="?", const=3, default=0, metavar="STEPS", help=text)
     add("--profile", type=Path, metavar="DIR", help="record, instead of timing")
     add("--budget-s", type=float, help="for all, where each has a process")
     add("--case-s", type=float, help="for each of them; else by the budget")

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from benchmarks.workload import FRAMES_PER_SECOND, LISTED, read_durations
 
-from census import speech_llm
 from census.fake_gpu import fake_batch, fake_gpu, materialize
 from census.recorder import Entry, Recorder
 from effasr import config as configuration
@@ -40,21 +39,13 @@ def record(model: str, frame_budget: int, overrides: Sequence[str] = ()) -> Reco
 
     The second step of a run is recorded, so that cached tables and optimizer moments exist.
     """
-    if model not in (*PRESETS, speech_llm.NAME):
-        models = ", ".join(sorted([*PRESETS, speech_llm.NAME]))
+    if model not in PRESETS:
+        models = ", ".join(sorted(PRESETS))
         raise ValueError(f"`model` must be one of {models}, but is {model!r}.")
     if frame_budget < 1:
         raise ValueError(f"`frame_budget` must be at least 1, but is {frame_budget}.")
-    if model == speech_llm.NAME:
-        if overrides:
-            raise ValueError(f"`overrides` must be of a preset, but are {', '.join(overrides)}.")
-        config = speech_llm.configured(frame_budget)
-        batch = speech_llm.conversation_batch(config, frame_budget)
-        network = speech_llm.network(config)
-        frame_budget = batch.frames.rows
-    else:
-        config, network = _of_preset(model, frame_budget, overrides)
-        batch = planned_batch(config, frame_budget, PRESET_VOCABULARIES[model])
+    config, network = _of_preset(model, frame_budget, overrides)
+    batch = planned_batch(config, frame_budget, PRESET_VOCABULARIES[model])
     if any(frame_budget in x.shape for x in network.parameters()):
         raise ValueError(
             f"`frame_budget` must not be the size of a weight, as frames are told from channels by "

@@ -13,7 +13,7 @@ from pathlib import Path
 import bench
 import pytest
 import torch
-from benchmarks import data, harness, inference, training
+from benchmarks import harness, inference, training
 from benchmarks.speech import agreement
 from benchmarks.workload import LISTED, drawn_durations, read_durations
 from hypothesis import example, given
@@ -167,33 +167,6 @@ def test_an_encoder_has_rows(tmp_path: Path) -> None:
     for row in rows:
         speed = 2000 / float(row["step_ms"])
         assert float(row["audio_s_per_s"]) == pytest.approx(speed, rel=0.01)
-
-
-# --- data -----------------------------------------------------------------------------------------
-
-
-def test_every_kind_of_storage_is_loaded_and_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = "loading --hours 0.01 --frame-budget 450 --workers 0 1 --consume 1e6"
-    rows = rows_of(command, tmp_path / "rows.csv")
-    assert tuple(rows[0]) == data.COLUMNS
-    assert [(row["storage"], row["workers"]) for row in rows] == [
-        (storage, workers) for storage in ("wav", "flac", "shar") for workers in "01"
-    ]
-    for row in rows:
-        assert int(row["utterances"]) > 0
-        assert float(row["audio_s_per_s"]) > float(row["utterances_per_s"]) > 0
-        assert 0 <= float(row["wait"]) <= 1
-    # Two bytes a sample: what is read cannot be more.
-    read = float(rows[0]["audio_s_per_s"]) * 32_000 / 1e6
-    assert float(rows[0]["mb_per_s"]) == pytest.approx(read, rel=0.01)
-    assert len(capsys.readouterr().out.splitlines()) == 7
-    slow = "loading --hours 0.01 --frame-budget 450 --workers 1 --storage wav --consume 100"
-    (row,) = rows_of(slow, tmp_path / "slow.csv")
-    assert float(row["wait"]) < 0.3
-    with pytest.raises(ValueError, match="`storage` must be one of wav, flac, shar, but is 'mp3'"):
-        data.write_corpus(tmp_path, 0.01, "mp3")
 
 
 # --- inference ------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -225,36 +224,6 @@ def test_what_takes_too_long_has_no_row(capsys: pytest.CaptureFixture[str]) -> N
     visible = capsys.readouterr().err
     assert "peer: slow: OutOfTime" in visible
     assert "reference: no time left" in visible
-
-
-# --- another revision -----------------------------------------------------------------------------
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ops.ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.skipif(not (ops.ROOT / ".git").exists(), reason="not in a git checkout")
-@pytest.mark.extended
-def test_head_as_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "ops.csv"
-    options = [*CPU, "--op", "depthwise_conv", "--frames", "40"]
-    assert ops.main([*options, "--base", "HEAD", "--output", str(output)]) == 0
-    head = _git("rev-parse", "HEAD")[:12]
-    rows = list(harness.read(output))
-    before, after = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    assert {row["git"] for row in before} == {head}
-    assert {row["git"].removesuffix("-dirty") for row in after} == {head}
-    assert [row["shape"] for row in before] == [row["shape"] for row in after]
-    visible = capsys.readouterr().out.splitlines()
-    lines = [line.split() for line in visible if "reference" in line]
-    assert len(lines) == len(after) == 4
-    for line, old, new in zip(lines, before, after, strict=True):
-        numbers = line[line.index(new["mode"]) + 1 :]
-        times = float(old["p50_ms"]), float(new["p50_ms"])
-        assert (float(numbers[0]), float(numbers[1])) == times
-        assert float(numbers[2]) == pytest.approx(times[0] / times[1], abs=1e-3)
 
 
 # --- the transducer's peers; packages that are not there have doubles -----------------------------

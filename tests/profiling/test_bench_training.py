@@ -76,7 +76,7 @@ def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "training.csv"
-    options = [*TINY, "--steps", "2", "--categories", "2", "--output", str(output)]
+    options = [*TINY, "--steps", "2", "--output", str(output)]
     options += ["--systems", "packed_static", "--modes", "graph", "eager"]
     # What cannot be measured does not stop the others, and is no failure.
     assert training.main(options) == 0
@@ -84,12 +84,6 @@ def test_each_mode_has_a_process_and_a_graph_needs_a_gpu(
     assert (row["mode"], row["graph"], row["compile"]) == ("eager", "False", "False")
     visible = capsys.readouterr().out
     assert "packed_static graph left out (`training.cuda_graph` needs a GPU" in visible
-    parts = list(harness.read(tmp_path / "training_categories.csv"))
-    assert {"matmul", "elementwise", "host gap", "idle: queued"} <= {x["category"] for x in parts}
-    assert {(x["model"], x["mode"], x["steps"]) for x in parts} == {("small", "eager", "2")}
-    # What a step takes belongs to one of them.
-    step = float(parts[0]["step_ms"])
-    assert sum(float(x["wall_ms"]) for x in parts) == pytest.approx(step, rel=1e-3)
     assert training.main([*options[:-1]]) == harness.LEFT_OUT
 
 
@@ -149,5 +143,6 @@ def test_steps_are_recorded_for_the_report(
     assert made["budget"]["is_stepwise"]
     ranges = {phase["name"] for phase in made["ranges"]}
     assert {"forward", "backward", "update"} <= ranges
+    assert {"matmul", "elementwise"} <= {category["name"] for category in made["categories"]}
     assert training.main([*record, "transformers"]) == 1
     assert "only our own steps" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import step_census
 import torch
-from census import operators, speech_llm
+from census import operators
 from census.recorder import Recorder
 from census.report import COMPARED, growth, roofline_ms
 from torch import nn
@@ -125,13 +125,3 @@ def test_a_narrow_residual_stream_moves_18_bytes_where_28_were() -> None:
         for x in (BASELINE["canary_180m_flash"], json.loads(done.stdout))
     )
     assert narrow / wide == pytest.approx(18 / 28, rel=0.01)
-
-
-def test_a_census_packs_every_conversation_of_a_micro_batch() -> None:
-    batch = speech_llm.conversation_batch(speech_llm.configured(800), 800)
-    assert batch.frames.rows == 800
-    assert batch.num_targets > len(batch.ids)
-    # Each has the rows that were planned for it.
-    lengths = speech_llm.conversation_lengths(stack=4)
-    existing = set(zip(lengths.frames.tolist(), lengths.tokens.tolist(), strict=True))
-    assert set(zip(batch.frame_lengths, batch.token_lengths, strict=True)) <= existing
