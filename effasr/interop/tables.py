@@ -6,9 +6,10 @@ A class of models is a `Renames` table, `Section` tables, and the few fields tha
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from effasr.checks import check
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.model.encoder import FastConformerConfig
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,34 @@ def import_weights(
         tensor = _reshaped(name, tensor, 1, reorder)
         ours[name] = tensor.float() if tensor.is_floating_point() else tensor
     return ours, remaining
+
+
+_OUTPUT = re.compile(r"(feed_forward[12]\.linear2|self_attn\.o_proj|conv\.pointwise2)\..*")
+
+
+def norm_as_layer(model: ASRModel) -> ASRModel:
+    """Return the same function without `subsampling_norm`, which other frameworks do not have.
+
+    A layer whose modules add zeros is its last norm, so that one more layer is that norm.
+    """
+    encoder = model.config.encoder
+    if not isinstance(encoder, FastConformerConfig) or not encoder.subsampling_norm:
+        return model
+    scale = math.sqrt(encoder.width) if encoder.scale_input else 1.0
+    state = {}
+    for name, value in model.state_dict().items():
+        part, _, of_layer = name.removeprefix("encoder.layers.").partition(".")
+        if name.startswith("encoder.subsampling_norm."):
+            name, value = f"encoder.layers.0.norm_out.{name.rpartition('.')[2]}", value * scale
+        elif name.startswith("encoder.layers."):
+            if part == "0" and not of_layer.startswith("norm_out."):
+                # Other weights are not zero, so that the layer can be trained.
+                state[name] = torch.zeros_like(value) if _OUTPUT.fullmatch(of_layer) else value
+            name = f"encoder.layers.{int(part) + 1}.{of_layer}"
+        state[name] = value
+    changed = replace(encoder, layers=encoder.layers + 1, subsampling_norm=False, scale_input=False)
+    config = replace(model.config, encoder=changed)
+    return ASRModel.from_state_dict(config, model.vocab_size, state).eval()
 
 
 def _reshaped(name: str, tensor: Tensor, way: int, reorder: Reorder | None) -> Tensor:
@@ -241,13 +271,22 @@ def _format(value: Any) -> str:
     return str(value)
 
 
+class NotExportable(ValueError):
+    """A model that another framework cannot express, for a reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"this model cannot be exported, because {reason}: choose another `--format`, or train "
+            "a model with what is there."
+        )
+        self.reason = reason
+
+
 def refuse(framework: str, reasons: Mapping[str, bool]) -> None:
     """Check that no reason holds against an export; the message lists all that do."""
     obstacles = [reason for reason, holds in reasons.items() if holds]
     if obstacles:
-        raise ValueError(
-            f"this model cannot be exported, because {framework} has no {'; no '.join(obstacles)}."
-        )
+        raise NotExportable(f"{framework} has no {'; no '.join(obstacles)}")
 
 
 def refuse_experts(config: ModelConfig, framework: str) -> None:

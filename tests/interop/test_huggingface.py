@@ -557,7 +557,6 @@ def test_a_trained_configuration_goes_out_and_comes_back(
     [
         ("canary", "encoder", {"position": "rotary"}, r"position=rotary \(only relative\)"),
         ("canary", "encoder", {"conv_norm": "layer_norm"}, "conv_norm=layer_norm"),
-        ("canary", "encoder", {"subsampling_norm": True}, "subsampling_norm"),
         ("canary", "encoder", {"input_positions": 0.3}, r"input_positions=0\.3 \(only 0\)"),
         ("canary", "decoder", {"positions": "learned"}, r"positions=learned .* \(only sinusoidal"),
         ("canary", "decoder", {"activation": "gelu"}, r"decoder\.activation=gelu \(only relu\)"),

@@ -15,6 +15,7 @@ from effasr.data.features.frame_geometry import FASTCONFORMER
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import train_tokenizer
 from effasr.decoding.transducer_greedy import transducer_greedy
+from effasr.interop.huggingface.checkpoint import export_model, import_model
 from effasr.interop.nemo.archive import read_archive
 from effasr.interop.nemo.checkpoint import export_nemo, import_nemo
 from effasr.interop.nemo.config import read_contexts, read_convolution, write_contexts
@@ -405,6 +406,25 @@ def test_a_streaming_model_goes_out_and_comes_back(tokenizers, tmp_path, norm):
         for item in (ours, theirs):
             item.encoder.evaluate_with(context)
         torch.testing.assert_close(theirs.encode(batch).values, ours.encode(batch).values)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@torch.no_grad()
+def test_a_norm_after_subsampling_goes_out_as_a_layer(tokenizers, tmp_path, scaled):
+    tokenizer, _ = tokenizers
+    encoder = FastConformerConfig(**SIZES, layers=2, subsampling_norm=True, scale_input=scaled)
+    torch.manual_seed(0)
+    ours = ASRModel(ModelConfig(encoder=encoder, decoder=None, ctc=True), tokenizer.vocab_size)
+    shake(ours.eval())
+    export_nemo(ours, tokenizer, tmp_path / "norm.nemo")
+    export_model(ours, tmp_path / "folder")
+    expected = ours.encode(batch_of()).values
+    for theirs in (
+        model_of(import_nemo(tmp_path / "norm.nemo")),
+        ASRModel.from_state_dict(*import_model(tmp_path / "folder")).eval(),
+    ):
+        assert theirs.config.encoder.layers == 3
+        torch.testing.assert_close(theirs.encode(batch_of()).values, expected)
 
 
 def test_other_contexts_are_refused(tokenizers, tmp_path):

@@ -292,7 +292,6 @@ CANARY = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
     ("options", "message"),
     [
         ({"encoder": {"position": "rotary"}}, "NeMo has no encoder.position=rotary"),
-        ({"encoder": {"subsampling_norm": True}}, "no encoder.subsampling_norm"),
         ({"encoder": {"input_positions": 0.3}}, r"input_positions=0.3 \(only 0\)"),
         ({"encoder": {"feed_forward": 40}}, "feed_forward=40, not a multiple of the width"),
         ({"decoder": {"tie_embeddings": False}}, "no decoder.tie_embeddings=False"),

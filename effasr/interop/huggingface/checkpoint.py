@@ -27,6 +27,7 @@ from effasr.interop.tables import (
     check_weights,
     export_weights,
     import_weights,
+    norm_as_layer,
     refuse_experts,
     warn_about_options,
     warn_about_parts,
@@ -87,8 +88,9 @@ def export_model(
     training options that transformers does not have are left out with a warning: they do not change
     what the exported model computes. ``tokens`` are canary-1b-v2's by default.
     """
+    refuse_experts(model.config, "transformers")
+    model = norm_as_layer(model)
     config = model.config
-    refuse_experts(config, "transformers")
     class_ = CLASSES[_model_type(config)]
     content = class_.write(model, SpecialTokens() if tokens is None else tokens)
     warn_about_parts(config, (class_.part,), f"transformers' {class_.short_name}")
@@ -105,6 +107,13 @@ def export_model(
     if content.generation:
         write_json(directory / "generation_config.json", content.generation)
     return class_.name
+
+
+def check_expressible(model: ASRModel) -> None:
+    """Check that transformers can express the first output of a model."""
+    refuse_experts(model.config, "transformers")
+    first = SpecialTokens(pad_id=0, bos_id=0, eos_id=0, decoder_start_id=0)
+    CLASSES[_model_type(model.config)].write(model, first)
 
 
 def _model_type(config: ModelConfig) -> str:

@@ -405,7 +405,6 @@ def _write_streaming_encoder(config: ModelConfig) -> dict[str, Any]:
                 or encoder.context[0].left is None
                 or contexts["att_context_style"] != "chunked_limited"
             ),
-            "subsampling_norm": encoder.subsampling_norm,
             f"input_positions={encoder.input_positions} (only 0)": encoder.input_positions != 0,
             "features.normalize=True": config.features.normalize,
         },
@@ -427,7 +426,6 @@ def _write_encoder(config: ModelConfig) -> dict[str, Any]:
         {
             f"position={encoder.position} (only relative)": encoder.position != "relative",
             f"conv_norm={encoder.conv_norm} (only batch_norm)": encoder.conv_norm != "batch_norm",
-            "subsampling_norm": encoder.subsampling_norm,
             "context": bool(encoder.context),
             "causal_convolution": encoder.causal_convolution,
             "causal_subsampling": encoder.causal_subsampling,

@@ -37,6 +37,7 @@ from effasr.interop.tables import (
     check_weights,
     export_weights,
     import_weights,
+    norm_as_layer,
     warn_about_options,
     warn_about_parts,
     weight_shapes,
@@ -190,8 +191,9 @@ def export_nemo(
     Other parts, and training options that NeMo does not have, are left out with a warning: they do
     not change what the exported model computes.
     """
+    check_expressible(model.config)
+    model = norm_as_layer(model)
     config = model.config
-    check_expressible(config)
     name = nemo_class(config)
     tokens = nemo_tokens(tokenizer, prompts=name == MULTITASK)
     state = _parts(model, name)

@@ -328,7 +328,6 @@ def check_expressible(config: ModelConfig) -> None:
         )
     reasons = {
         f"encoder.position={encoder.position} (only relative)": encoder.position != "relative",
-        "encoder.subsampling_norm": encoder.subsampling_norm,
         "encoder.context with `right` and chunks, or with parts of chunks on the left": (
             write_contexts(encoder.context) is None
         ),
