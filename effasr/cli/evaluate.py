@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
             normalizer=options.normalizer,
             config=decoding_config(options),
             failures=unreadable,
-            on_result=decoded,
+            on_result=decoded.add,
         )
     if not evaluation.utterances:
         first = evaluation.failures[0]

@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from effasr.transcription.results import Result
 
 ERASE = "\r\x1b[K"
@@ -23,8 +22,6 @@ _MEGABYTE = 10**6
 _TICK_S = 1.0
 _PATIENCE_S = 2.0
 """Shorter work shows nothing; a rate or a time left is shown from here on."""
-_LEAST_WIDTH_FOR_BAR = 100
-"""Columns of a terminal; the bar is left out of a narrower one."""
 
 
 @contextmanager
@@ -48,82 +45,35 @@ def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
         erase_line()
 
 
-class TranscriptionProgress:
-    """A bar on standard error with recordings, audio time and speed; only on a terminal."""
+@dataclass
+class DecodingProgress:
+    """Counts what is decoded, and its audio, and shows rate, RTFx and time left."""
 
-    def __init__(self, total: int) -> None:
-        self._bar = _recordings_bar(total) if sys.stderr.isatty() else None
-        self._seconds = 0.0
-        self._started = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self._started = time.monotonic()
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    total: int
+    show: Callable[..., None]
+    count: int = 0
+    audio: float = 0.0  # seconds
 
     def add_audio(self, seconds: float) -> None:
-        self._seconds += seconds
-        if self._bar is not None:
-            minutes, second = divmod(int(self._seconds), 60)
-            audio = f"{minutes // 60}:{minutes % 60:02}:{second:02}"
-            rtfx = self._seconds / max(1e-9, time.monotonic() - self._started)
-            self._bar.update(self._bar.task_ids[0], audio=audio, rtfx=f"{rtfx:.1f}")
+        self.audio += seconds
+        self.show(self.count, self.total, self.audio)
 
     def done(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0])
+        self.count += 1
+        self.show(self.count, self.total, self.audio)
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Hide the bar while something else is written to the terminal."""
-        if self._bar is not None:
-            self._bar.stop()
-        yield
-        if self._bar is not None:
-            self._bar.start()
+    def add(self, result: Result) -> None:
+        """Count an utterance with its audio."""
+        from effasr.transcription.results import Transcription
 
-
-def _recordings_bar(total: int) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-
-    console = Console(stderr=True)
-    bar = Progress(
-        *([] if console.width < _LEAST_WIDTH_FOR_BAR else [BarColumn(bar_width=24)]),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TextColumn("recordings, {task.fields[audio]} of audio, RTFx {task.fields[rtfx]}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        # Standard output is for results, so rich must not redirect it.
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    bar.add_task("", total=total, audio="0:00:00", rtfx="-")
-    return bar
+        self.count += 1
+        self.add_audio(result.duration if isinstance(result, Transcription) else 0.0)
 
 
 @contextmanager
-def decoding_progress(total: int) -> Iterator[Callable[[Result], None]]:
-    """Give a function that counts a decoded utterance, and shows rate, RTFx and time left."""
-    from effasr.transcription.results import Transcription
-
-    done, audio = 0, 0.0
-    with progress_counter("utterances") as show:
-
-        def add(result: Result) -> None:
-            nonlocal done, audio
-            done += 1
-            audio += result.duration if isinstance(result, Transcription) else 0.0
-            show(done, total, audio)
-
-        yield add
+def decoding_progress(total: int, unit: str = "utterances") -> Iterator[DecodingProgress]:
+    with progress_counter(unit) as show:
+        yield DecodingProgress(total, show)
 
 
 def describe(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -28,7 +27,7 @@ from effasr.cli.options import (
     seconds,
     with_prompt_options,
 )
-from effasr.cli.progress import TranscriptionProgress
+from effasr.cli.progress import decoding_progress, erase_line
 from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SECOND_PASS
 
 if TYPE_CHECKING:
@@ -196,9 +195,11 @@ def _files(
         have = every - len(sources)
         _note(f"skipping {have} of {every} recordings that have an output file")
     complete, failed, missing = 0, 0, _Shortcomings()
-    # Hide the progress bar while results are written to the same terminal.
-    shared = options.output is None and sys.stdout.isatty()
-    with Interruption() as interruption, TranscriptionProgress(len(sources)) as progress:
+    is_shared = options.output is None and sys.stdout.isatty()
+    with (
+        Interruption() as interruption,
+        decoding_progress(len(sources), "recordings") as progress,
+    ):
         results = transcribe(
             loaded.model,
             loaded.tokenizer,
@@ -209,22 +210,21 @@ def _files(
             interruption=interruption,
         )
         for result in results:
-            with progress.hidden() if shared else nullcontext():
-                problem = writer.write(result)
+            if is_shared:
+                erase_line()
+            problem = writer.write(result)
             if isinstance(result, Transcription):
                 missing.add(result.segments)
             problem = result if isinstance(result, Failure) else problem
             reason = None if problem is None else problem.reason
             if isinstance(result, Transcription) and result.warning is not None:
-                with progress.hidden():
-                    _note(f"{result.id}: {result.warning}")
+                _note(f"{result.id}: {result.warning}")
             if isinstance(result, Transcription) and result.partial is not None:
                 reason = f"{result.id}: only {result.duration:.1f} s: {result.partial}"
             complete += reason is None
             if reason is not None:
                 failed += 1
-                with progress.hidden():
-                    _note(reason)
+                _note(reason)
             progress.done()
     missing.report(options)
     if decoding.vad == "auto" and results.vad == "loudness":

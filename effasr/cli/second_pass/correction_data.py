@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             loaded.tokenizer,
             cuts,
             config,
-            on_result=decoded,
+            on_result=decoded.add,
             source_name=options.source,
         ):
             if isinstance(item, Failure):

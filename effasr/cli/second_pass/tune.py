@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             config,
             normalizer=options.normalizer,
             failures=unreadable,
-            on_result=decoded,
+            on_result=decoded.add,
             on_trial=lambda: trials(next(tried)),
         )
     print_folded(result.report())

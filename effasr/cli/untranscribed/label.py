@@ -18,7 +18,7 @@ from effasr.cli.options import (
     log,
     print_line,
 )
-from effasr.cli.progress import TranscriptionProgress
+from effasr.cli.progress import decoding_progress
 from effasr.decoding.config import BOOST
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     if len(remaining) < len(sources):
         have = len(sources) - len(remaining)
         log("label", f"skipping {have} of {len(sources)} recordings that have labels")
-    with TranscriptionProgress(len(remaining)) as progress:
+    with decoding_progress(len(remaining), "recordings") as progress:
         results = transcribe(
             loaded.model,
             loaded.tokenizer,
