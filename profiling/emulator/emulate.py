@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
 from effasr_kernels.runtime.launch import Launch, diverted
 from effasr_kernels.testing import aot
-from emulator.machine import Binary, load, run
+from emulator.machine import Binary, cache_folder, load, run
 from emulator.parse import encode
 
 _BINARIES: dict[tuple, tuple[Binary, int]] = {}
@@ -39,6 +43,22 @@ def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool =
     parameters, tensors = arguments_of(launch, binary)
     settings = {"shared_bytes": shared_bytes, "seed": seed, "counted": counted}
     return run(binary, launch.grid, parameters, tensors, **settings)
+
+
+@functools.cache
+def compiled_by_nvcc(source: Path, architecture: int) -> str:
+    """The PTX of all kernels of a source, with its lines; built once for each version of it."""
+    digest = hashlib.sha256(f"{source} {architecture}".encode())
+    for path in sorted((source, *source.parent.rglob("*.h"), *source.parent.rglob("*.cuh"))):
+        digest.update(path.read_bytes())
+    built = cache_folder() / f"{source.stem}_{digest.hexdigest()[:16]}.ptx"
+    if not built.exists():
+        command = "nvcc", "-std=c++17", "-O3", "-lineinfo", "-ptx", f"-arch=sm_{architecture}"
+        ptx = subprocess.run(
+            [*command, str(source), "-o", "-"], check=True, capture_output=True, text=True
+        ).stdout
+        built.write_text(ptx)
+    return built.read_text()
 
 
 def arguments_of(launch: Launch, binary: Binary) -> tuple[bytes, list[tuple[str, int, int]]]:

@@ -40,7 +40,7 @@ class _Launch(ctypes.Structure):
         *(("constants", _POINTER), ("num_constants", _INT)),
         *(("specials", _POINTER), ("num_specials", _INT)),
         *(("parameters", ctypes.c_char_p), ("parameter_bytes", _INT)),
-        *(("threads", _UINT), ("shared_bytes", _UINT), ("grid", _UINT * 3)),
+        *(("threads", _UINT), ("shared_bytes", _UINT), ("local_bytes", _UINT), ("grid", _UINT * 3)),
         *(("tensors", _POINTER), ("num_tensors", _INT)),
         *(("seed", ctypes.c_uint64), ("most_steps", ctypes.c_uint64), ("counts", _POINTER)),
     )
@@ -56,6 +56,13 @@ class Binary:
     counts: array
 
 
+def cache_folder() -> Path:
+    """Of what is compiled, for later processes of this user."""
+    folder = Path(tempfile.gettempdir()) / f"effasr_ptx_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Build the machine, once for each version of its sources."""
@@ -65,9 +72,7 @@ def library() -> ctypes.CDLL:
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"effasr_ptx_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    built = folder / f"machine_{digest.hexdigest()[:16]}.so"
+    built = cache_folder() / f"machine_{digest.hexdigest()[:16]}.so"
     if not built.exists():
         partial = built.with_suffix(f".{os.getpid()}")
         command = [compiler, *_OPTIONS, str(_SOURCES / "machine.cpp"), "-o", str(partial)]
@@ -94,8 +99,8 @@ def operations() -> Operations:
     return Operations(lanes, specials)
 
 
-def load(ptx: str) -> Binary:
-    program = Parser(operations()).parse(ptx)
+def load(ptx: str, kernel: str = r"\w+") -> Binary:
+    program = Parser(operations()).parse(ptx, kernel)
     flat = lambda rows: array("i", [_signed(x) for row in rows for x in row])
     constants = (
         (position, wide, value & 0xFFFFFFFF, value >> 32)
@@ -117,7 +122,7 @@ def run(
     parameters: bytes,
     tensors: Sequence[tuple[str, int, int]],
     *,
-    shared_bytes: int,
+    shared_bytes: int,  # dynamic
     seed: int = 0,
     counted: bool = False,
 ) -> int:
@@ -129,7 +134,8 @@ def run(
         *(pointer(binary.code), len(program.code), pointer(binary.operands), program.words),
         *(pointer(binary.constants), len(program.constants)),
         *(pointer(binary.specials), len(program.specials), parameters, len(parameters)),
-        *(program.threads, shared_bytes, (_UINT * 3)(*grid, *[1] * (3 - len(grid)))),
+        *(program.threads, program.shared_bytes + shared_bytes, program.local_bytes),
+        (_UINT * 3)(*grid, *[1] * (3 - len(grid))),
         *(ctypes.addressof(places), len(tensors), seed, _MOST_STEPS),
         pointer(binary.counts) if counted else None,
     )

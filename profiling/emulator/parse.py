@@ -1,6 +1,6 @@
 """PTX to the numbers that `native/machine.cpp` runs.
 
-Only what Triton writes is understood; anything else is an error that names the instruction.
+Only what Triton and nvcc write is understood; anything else is an error that names the instruction.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ _SPECIALS = (
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
     "%laneid",
 )
-_SPACES = {"global": 0, "shared": 1, "shared::cta": 1, "param": 2}
+_SPACES = {"global": 0, "shared": 1, "shared::cta": 1, "param": 2, "local": 3}
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+_MODIFIERS = {"relaxed", "gpu", "ca", "cg", "cs", "nc", "volatile"}
 _SHUFFLES = {"bfly": 0, "idx": 1, "up": 2, "down": 3}
 _REDUCTIONS = {"add": 0, "max": 1, "min": 2}
 _ATOMICS = {"relaxed": (0, 0), "release": (1, 0), "acquire": (0, 1), "acq_rel": (1, 1)}
 """Whether an atomic releases, and whether it acquires."""
 _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
-_SYMBOL = re.compile(r"[$\w]+")
+_VARIABLE = re.compile(
+    r"\.(shared|local)\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)\s+([$\w]+)(?:\[(\d*)\])?"
+)
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)[^,\n]*?(\w+_param_\d+)(?:\[(\d+)\])?"
+)
+_LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+))?")
 
 
 class Unknown(ValueError):
@@ -42,6 +49,8 @@ class Program:
     parameters: list[tuple[int, int]] = field(default_factory=list)
     parameter_bytes: int = 0
     threads: int = 0
+    shared_bytes: int = 0  # static; dynamic shared memory follows
+    local_bytes: int = 0  # of a lane
     words: int = 0
     constants: list[tuple[int, int, int]] = field(default_factory=list)
     specials: list[tuple[int, int]] = field(default_factory=list)
@@ -60,23 +69,38 @@ class Parser:
         self._labels: dict[str, int] = {}
         self._jumps: dict[int, str] = {}
 
-    def parse(self, text: str) -> Program:
+    def parse(self, text: str, kernel: str = r"\w+") -> Program:
+        """Parse the kernel whose name a pattern matches, by default the first."""
         program = self._program
-        opening = text.index("{", text.index(".entry"))
-        # Nothing but debug information follows the kernel's last brace.
+        entry = re.search(rf"\.entry\s+({kernel})\s*\(", text)
+        if entry is None:
+            raise Unknown(f"no kernel {kernel}")
+        program.name = entry[1]
+        opening = text.index("{", entry.start())
+        # Nothing but other kernels and debug information follows the kernel's last brace.
         body = text[opening + 1 : text.index("\n}", opening)]
-        self._head(text[:opening])
+        files = dict(re.findall(r'\.file\s+(\d+)\s+"(?:[^"]*/)?([^"]+)"', text))
+        # Of the module, the variables of shared memory; of other kernels, nothing.
+        outside = re.sub(r"\n\{.*?\n\}", "", text[: entry.start()], flags=re.DOTALL)
+        self._head(text[entry.start() : opening])
+        self._declare(f"{outside}\n{body}")
         program.lines.append("?")
-        line = 0
+        line, begun = 0, ""
         for raw in body.split("\n"):
             code, _, comment = raw.partition("//")
             code = code.strip()
             if code.startswith(".loc"):
-                program.lines.append(comment.split("[")[0].strip() or code)
-                line = len(program.lines) - 1
+                # Triton writes the place as a comment. Line 0 is what the compiler added.
+                where = comment.split("[")[0].strip() or _place_of(code, files)
+                if where:
+                    program.lines.append(where)
+                    line = len(program.lines) - 1
                 continue
-            for statement in code.split(";"):
-                self._statement(statement.strip(), line)
+            *statements, begun = f"{begun} {code}".split(";")
+            for statement in statements:
+                self._statement(statement, line)
+        # A label may be last.
+        self._statement(begun, line)
         for at, label in self._jumps.items():
             if label not in self._labels:
                 raise Unknown(f"{program.name}: the label {label} is nowhere")
@@ -101,32 +125,44 @@ class Parser:
 
     def _head(self, head: str) -> None:
         program = self._program
-        program.name = re.findall(r"\.entry (\w+)", head)[0]
-        threads = re.search(r"\.reqntid (\d+)", head)
-        program.threads = int(threads[1]) if threads else 0
+        threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:,\s*(\d+),\s*(\d+))?", head)
+        if threads is None or {threads[2], threads[3]} - {None, "1"}:
+            raise Unknown(f"{program.name}: needs a number of threads along one axis")
+        program.threads = int(threads[1])
         offset = 0
-        for bits, name in re.findall(r"\.param \.\w(\d+)[^,\n]*?(\w+_param_\d+)", head):
-            size = _BYTES[bits]
-            offset = -(-offset // size) * size
+        for align, bits, name, count in _PARAMETER.findall(head):
+            size = _BYTES[bits] * int(count or 1)
+            offset = _aligned(offset, int(align or size))
             program.parameters.append((offset, size))
             self._symbols[name] = offset
             offset += size
         program.parameter_bytes = offset
-        for name in re.findall(r"\.shared \.align \d+ \.b8 (\w+)\[\]", head):
-            self._symbols[name] = 0
+
+    def _declare(self, text: str) -> None:
+        """Give the variables of shared and local memory their places, dynamic ones the last."""
+        program = self._program
+        sizes = {"shared": 0, "local": 0}
+        for space, align, bits, name, count in sorted(
+            _VARIABLE.findall(text), key=lambda x: f"{x[3]}[]" in text
+        ):
+            begin = _aligned(sizes[space], int(align or _BYTES[bits]))
+            self._symbols[name] = begin
+            sizes[space] = begin + _BYTES[bits] * int(count or f"{name}[]" not in text)
+        program.shared_bytes, program.local_bytes = sizes["shared"], sizes["local"]
 
     def _statement(self, statement: str, line: int) -> None:
-        while label := re.match(r"([$\w]+):\s*", statement):
+        while label := re.match(r"[\s{}]*([$\w]+):", statement):
             self._labels[label[1]] = len(self._program.code)
             statement = statement[label.end() :]
-        if not statement or statement in "{}":
+        statement = statement.lstrip(" \t{}").rstrip()
+        if not statement:
             return
         if statement.startswith("."):
-            declared = re.fullmatch(r"\.reg \.(\w+)\s+(.+)", statement)
+            declared = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.+)", statement)
             if declared:
                 for name in declared[2].split(","):
                     self._wide[name.strip().split("<")[0]] = declared[1].endswith("64")
-            elif not statement.startswith((".loc", ".file", ".section", ".pragma")):
+            elif not (_VARIABLE.match(statement) or statement.startswith(".pragma")):
                 raise Unknown(f"{self._program.name}: {statement}")
             return
         if (matched := _STATEMENT.fullmatch(statement)) is None:
@@ -185,8 +221,10 @@ class Parser:
                 return special["fence.proxy.async"], []
             case ["shfl", "sync", mode, "b32"]:
                 to, origin, by, limit, _ = operands
+                to, _, is_inside = to.partition("|")
                 numbers = [self._value(x, "r") for x in (to, origin, by, limit)]
-                return special["shfl"], [*numbers[:2], _SHUFFLES[mode], *numbers[2:]]
+                inside = self._value(is_inside, "p") if is_inside else -1
+                return special["shfl"], [*numbers[:2], _SHUFFLES[mode], *numbers[2:], inside]
             case ["redux", "sync", mode, "s32" | "b32"]:
                 to, origin = (self._value(x, "r") for x in operands[:2])
                 return special["redux"], [to, origin, _REDUCTIONS[mode]]
@@ -196,8 +234,12 @@ class Parser:
                 to, address, by = operands
                 places = [*self._address(address), self._value(to, "r"), self._value(by, "r")]
                 return special["atom"], [*_ATOMICS[semantics], *places]
-            case ["bar", "sync"] if operands == ["0"]:
-                return special["bar.sync"], []
+            case ["bar", "sync" | "arrive" as action]:
+                places = [self._value(x, "r") for x in (*operands, "0")[:2]]
+                return special["bar.sync"], [*places, int(action == "sync")]
+            case ["cvta", *_, "u64"]:
+                # Addresses are those of their space: without one, a load is an error.
+                return self._of_lanes("mov.b64", operands, statement)
             case ["bar", "warp", "sync"]:
                 return special["bar.warp.sync"], []
         return self._of_lanes(name, operands, statement)
@@ -221,9 +263,11 @@ class Parser:
         return number, [self._value(x, kind) for x, kind in zip(flat, kinds, strict=True)]
 
     def _access(self, parts: list[str], operands: list) -> list[int]:
-        if unknown := set(parts[1:-1]) - {*_SPACES, "v2", "v4", "relaxed", "gpu", "cg"}:
+        if unknown := set(parts[1:-1]) - {*_SPACES, "v2", "v4", *_MODIFIERS}:
             raise Unknown(f"{self._program.name}: {'.'.join(parts)}: {', '.join(unknown)}")
-        space = next(_SPACES[part] for part in parts if part in _SPACES)
+        space = next((_SPACES[part] for part in parts if part in _SPACES), None)
+        if space is None:
+            raise Unknown(f"{self._program.name}: {'.'.join(parts)} has no state space")
         address, values = operands if parts[0] == "st" else reversed(operands)
         values = values if isinstance(values, list) else [values]
         kind, size = parts[-1][0], _BYTES[parts[-1][1:]]
@@ -307,6 +351,20 @@ class Parser:
             return int(operand.rstrip("U"), 0)
         except ValueError:
             raise Unknown(f"{self._program.name}: {operand} is no number") from None
+
+
+def _aligned(offset: int, size: int) -> int:
+    return -(-offset // size) * size
+
+
+def _place_of(location: str, files: dict[str, str]) -> str:
+    """A line of nvcc's; of an inlined function, with the line that calls it."""
+    matched = _LOCATION.match(location)
+    if matched is None or matched[2] == "0":
+        return ""
+    file, line, column, outer_file, outer_line = matched.groups()
+    where = f"{files.get(file, file)}:{line}:{column}"
+    return f"{where}, in {files.get(outer_file, '')}:{outer_line}" if outer_file else where
 
 
 def _operands(text: str) -> list:

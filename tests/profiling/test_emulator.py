@@ -5,13 +5,14 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from emulator import machine
-from emulator.emulate import arguments_of, emulated, execute
+from emulator.emulate import arguments_of, compiled_by_nvcc, emulated, execute
 from emulator.machine import Fault
 from emulator.parse import Unknown, encode
 from torch import Tensor
@@ -263,3 +264,47 @@ def test_what_is_not_understood_is_an_error() -> None:
         machine.load(LOOPS.replace("add.s32 	%r2, %r2, %r3;", "sad.u32 	%r2, %r2, %r3, %r3;"))
     with pytest.raises(Unknown, match="label"):
         machine.load(LOOPS.replace("bra.uni 	$L__BB0_1", "bra.uni 	$L__BB0_9"))
+
+
+BROKEN = Path(__file__).with_name("broken_kernels.cu")
+
+
+def _reversed(
+    fault: int, *, index: int = 2, blocks: int = 2, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Run a kernel of `BROKEN`; returns the values of two blocks and its results."""
+    # With a gap between them, where a third block reads.
+    values, _, result = torch.arange(768.0).split(256)
+    binary = machine.load(compiled_by_nvcc(BROKEN, 80), rf"\w*reverseILi{fault}E\w*")
+    tensors = [(name, x.data_ptr(), 1024) for name, x in (("values", values), ("result", result))]
+    parameters = b"".join(encode(x.data_ptr(), 8, False) for x in (values, result))
+    parameters += encode(index, 4, False)
+    machine.run(binary, (blocks,), parameters, tensors, shared_bytes=512, seed=seed)
+    return values, result
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"fault": 1}, r":(16|21):\d+: .*, with no barrier between"),
+        ({"fault": 2}, r":21:\d+: reads what a copy that was not waited for is to write"),
+        ({"fault": 3}, r":24:\d+: reads what another warp wrote, with no barrier between"),
+        ({"fault": 4}, r":22:\d+: waits at a barrier that others do not come to"),
+        ({"fault": 0}, None),
+        ({"fault": 0, "blocks": 3}, r":16:\d+: reads outside of every tensor .* of values"),
+        ({"fault": 0, "index": 4}, r":30:\d+: an address outside of local memory"),
+    ],
+    ids=["barrier", "wait", "named_barrier", "too_few", "right", "outside", "local"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_of_nvcc(options: dict[str, int], problem: str | None, seed: int) -> None:
+    """They run right, and a fault is reported with its line."""
+    if problem is not None:
+        with pytest.raises(Fault, match=rf"reverse.*broken_kernels\.cu{problem}"):
+            _reversed(**options, seed=seed)
+        return
+    values, result = _reversed(**options, seed=seed)
+    expected = 2 * values.view(2, 128).flip(1).reshape(-1, 32) + 2
+    expected[:, :-1] += expected[:, 1:].clone()
+    assert torch.equal(result, expected.view(-1))

@@ -5,6 +5,7 @@
 // before, and shared memory begins as NaN. See memory.h for what is an error.
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 
@@ -42,7 +43,7 @@ struct Launch {
   int32_t num_specials;
   const uint8_t* parameters;
   int32_t parameter_bytes;
-  uint32_t threads, shared_bytes;
+  uint32_t threads, shared_bytes, local_bytes;
   uint32_t grid[3];
   const Tensor* tensors;
   int32_t num_tensors;
@@ -62,7 +63,7 @@ const char* const kSpecialNames[] = {
   "wgmma", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "fence.proxy.async", "shfl", "redux",
   "atom", "bar.sync", "bar.warp.sync", "bra", "ret"
 };
-enum Space { kGlobal, kShared, kParameter };
+enum Space { kGlobal, kShared, kParameter, kLocal };
 
 struct Copy {
   uint32_t to;
@@ -90,12 +91,20 @@ struct Warp {
   std::vector<uint32_t> registers;
   uint32_t alive = 0;
   std::vector<Path> paths;  // the last runs; those below wait for it where they meet
-  bool waiting = false;   // at the barrier
+  Phase phase;
+  int waiting = -1;  // at the barrier of this number
+  std::vector<char> local;  // memory of each lane
   uint64_t steps = 0;
   std::vector<Copy> copies;
   std::deque<std::vector<Copy>> copy_groups;
   std::vector<Product> products;
   std::deque<std::vector<Product>> product_groups;
+};
+
+// Warps that came to a barrier, and the last phases that they have seen, theirs included.
+struct Barrier {
+  uint32_t warps = 0, expected = 0;  // 0 for all of the block
+  std::vector<uint32_t> seen;
 };
 
 class Block {
@@ -113,29 +122,25 @@ class Block {
     const uint32_t grid[] = {launch.grid[0], launch.grid[1], launch.grid[2]};
     place_[0] = number % grid[0], place_[1] = number / grid[0] % grid[1];
     place_[2] = number / grid[0] / grid[1];
-    phase_.block = number;
-    next_phase();
     const uint32_t count = (launch.threads + kLanes - 1) / kLanes;
     fences_.resize(count);
-    for (uint32_t i = 0; i < count; ++i) warps_.push_back(make_warp(i));
+    const Phase phase{next_phase(number), number, std::vector<uint32_t>(count)};
+    for (uint32_t i = 0; i < count; ++i) warps_.push_back(make_warp(i, phase));
   }
 
   void run() {
     for (;;) {
+      open_barriers();
       std::vector<Warp*> ready;
       bool any = false;
       for (Warp& warp : warps_) {
         any |= warp.alive != 0;
-        if (warp.alive && !warp.waiting) ready.push_back(&warp);
+        if (warp.alive && warp.waiting < 0) ready.push_back(&warp);
       }
       if (!any) return;
-      if (ready.empty()) {
-        for (Warp& warp : warps_) warp.waiting = false;
-        next_phase();
-        continue;
-      }
+      if (ready.empty()) throw std::runtime_error("waits at a barrier that others do not come to");
       Warp& warp = *ready[random_() % ready.size()];
-      for (uint64_t left = 1 + random_() % 300; left && warp.alive && !warp.waiting; --left) step(warp);
+      for (uint64_t left = 1 + random_() % 300; left && warp.alive && warp.waiting < 0; --left) step(warp);
     }
   }
 
@@ -148,10 +153,12 @@ class Block {
   const Instruction* current = nullptr;
 
  private:
-  Warp make_warp(uint32_t number) {
+  Warp make_warp(uint32_t number, const Phase& phase) {
     Warp warp;
     warp.block = this;
     warp.number = number;
+    warp.phase = phase;
+    warp.local.assign(static_cast<size_t>(launch_.local_bytes) * kLanes, '\xff');
     warp.registers.assign(static_cast<size_t>(launch_.words) * kLanes, 0xffffffff);
     const uint32_t threads = std::min<uint32_t>(kLanes, launch_.threads - number * kLanes);
     warp.alive = threads == kLanes ? kAll : (1u << threads) - 1;
@@ -185,9 +192,40 @@ class Block {
     }
   }
 
-  void next_phase() {
-    phase_.number = blocks_.size();
-    blocks_.push_back(phase_.block);
+  uint32_t next_phase(uint32_t block) {
+    blocks_.push_back(block);
+    return blocks_.size() - 1;
+  }
+
+  // A barrier of some warps of the block, 0 of all. Those that only arrive do not wait, and learn nothing.
+  void arrive(Warp& warp, int number, uint32_t threads, bool waits) {
+    if (threads % kLanes) throw std::runtime_error("a barrier of a part of a warp");
+    Barrier& barrier = barriers_[number];
+    std::vector<uint32_t> seen = warp.phase.seen;
+    seen[warp.number] = warp.phase.number;
+    barrier.seen.resize(seen.size());
+    for (size_t i = 0; i < seen.size(); ++i) barrier.seen[i] = std::max(barrier.seen[i], seen[i]);
+    ++barrier.warps, barrier.expected = threads / kLanes;
+    if (waits) warp.waiting = number;
+    else warp.phase.number = next_phase(warp.phase.block);
+  }
+
+  // Lets go on who waits for nobody any more. Nobody waits for warps that have ended.
+  void open_barriers() {
+    uint32_t alive = 0;
+    for (const Warp& warp : warps_) alive += warp.alive != 0;
+    for (auto next = barriers_.begin(); next != barriers_.end();) {
+      const auto& [number, barrier] = *next;
+      if (barrier.warps < (barrier.expected ? barrier.expected : alive)) {
+        ++next;
+        continue;
+      }
+      const uint32_t phase = next_phase(warps_[0].phase.block);
+      for (Warp& warp : warps_)
+        if (warp.waiting == number)
+          warp.waiting = -1, warp.phase.number = phase, warp.phase.seen = barrier.seen;
+      next = barriers_.erase(next);
+    }
   }
 
   void step(Warp& warp) {
@@ -235,7 +273,7 @@ class Block {
   // What a load, store or copy of these lanes asks for; `size` bytes each.
   void count(int space, const Warp& warp, const int32_t* address_operands, uint32_t size,
              uint32_t active) const {
-    if (!launch_.counts || space == kParameter || !active) return;
+    if (!launch_.counts || space == kParameter || space == kLocal || !active) return;
     std::vector<uint64_t> at;
     for (int l = 0; l < kLanes; ++l)
       if (active >> l & 1) at.push_back(address(warp, address_operands, l));
@@ -255,23 +293,31 @@ class Block {
                 : uint64_t{static_cast<uint32_t>(r[a[0] + lane] + offset)};
   }
 
-  char* load_from(int space, uint64_t at, uint32_t bytes, const Warp& warp) {
+  char* local(Warp& warp, uint64_t at, uint32_t bytes) {
+    if (at % bytes || at + bytes > launch_.local_bytes)
+      throw std::runtime_error("an address outside of local memory");
+    return warp.local.data() + lane_ * launch_.local_bytes + at;
+  }
+
+  char* load_from(int space, uint64_t at, uint32_t bytes, Warp& warp) {
     if (space == kParameter) {
       if (at + bytes > static_cast<uint64_t>(launch_.parameter_bytes))
         throw std::runtime_error("reads outside of the parameters");
       return const_cast<char*>(reinterpret_cast<const char*>(launch_.parameters)) + at;
     }
+    if (space == kLocal) return local(warp, at, bytes);
     Memory& memory = space == kGlobal ? global_ : shared_;
-    memory.read(at, bytes, phase_, warp.number);
+    memory.read(at, bytes, warp.phase, warp.number);
     return space == kGlobal ? reinterpret_cast<char*>(at) : bytes_ + at;
   }
 
-  void store_to(int space, uint64_t at, const void* value, uint32_t bytes, const Warp& warp) {
+  void store_to(int space, uint64_t at, const void* value, uint32_t bytes, Warp& warp) {
+    if (space == kLocal) return void(std::memcpy(local(warp, at, bytes), value, bytes));
     char* place = space == kGlobal ? reinterpret_cast<char*>(at) : bytes_ + at;
     Memory& memory = space == kGlobal ? global_ : shared_;
     if (!memory.holds(at, bytes)) place = nullptr;
     static const char nothing[16] = {};
-    memory.write(at, value, place ? place : nothing, bytes, phase_, warp.number,
+    memory.write(at, value, place ? place : nothing, bytes, warp.phase, warp.number,
                  fences_[warp.number].count + 1);
     std::memcpy(place, value, bytes);
   }
@@ -299,7 +345,8 @@ class Block {
   std::vector<char> storage_;
   char* bytes_;
   uint32_t place_[3];
-  Phase phase_;
+  int lane_ = 0;  // whose load or store is under way
+  std::map<int, Barrier> barriers_;
   std::vector<Fences> fences_;
   std::vector<Warp> warps_;
 };

@@ -13,8 +13,8 @@
 
 struct Trace {
   uint32_t written = 0, read = 0;  // the phases in which it was, last
-  uint16_t writer = 0, reader = 0;
-  bool several = false;   // warps read it in that phase
+  uint32_t readers = 0;   // warps that read it and are not ordered before the last of them
+  uint16_t writer = 0;
   bool elsewhere = false; // another block read it
   bool pending = false;   // a copy to it is under way
   bool atomic = false;    // the last write was an atomic
@@ -47,16 +47,18 @@ class Memory {
   // How blocks are ordered; null for memory of one block.
   const Order* order = nullptr;
 
-  void read(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+  void read(uint64_t at, uint32_t bytes, const Phase& phase, uint16_t warp) {
     for (Trace& x : traces(at, bytes, "reads")) {
       if (x.pending) fail(at, bytes, "reads what a copy that was not waited for is to write");
       if (unordered(x, phase, warp)) fail(at, bytes, race("reads", x, phase));
-      if (x.read == phase.number) {
-        x.several |= x.reader != warp;
-      } else {
-        x.elsewhere |= x.read && block(x.read) != phase.block;
-        x.read = phase.number, x.reader = warp, x.several = false;
+      if (x.read != phase.number) {
+        if (x.read && block(x.read) != phase.block) x.elsewhere = true, x.readers = 0;
+        for (uint16_t other = 0; x.readers && other < phase.seen.size(); ++other)
+          if (phase.follows(x.read, other, warp)) x.readers &= ~(1u << other);
+        // Of warps that nothing orders, the first: a later one may pass for ordered, and none for a race.
+        if (!x.readers) x.read = phase.number;
       }
+      x.readers |= 1u << warp;
     }
   }
 
@@ -71,8 +73,7 @@ class Memory {
       if (next[i] != now[i]) {
         if (unordered(x, phase, warp)) fail(at, bytes, race("writes", x, phase));
         if (x.products) fail(at, bytes, "writes what an asynchronous product is reading");
-        const bool others = x.read == phase.number && (x.several || x.reader != warp);
-        if (others || x.elsewhere || (x.read && block(x.read) != phase.block))
+        if (read_by_others(x, phase, warp) || x.elsewhere)
           fail(at, bytes, "writes what others read, with no barrier between");
       }
       x.written = phase.number, x.writer = warp, x.unfenced = unfenced, x.atomic = false;
@@ -80,34 +81,34 @@ class Memory {
   }
 
   // Atomics do not race with each other.
-  void write_atomically(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp, uint32_t unfenced) {
+  void write_atomically(uint64_t at, uint32_t bytes, const Phase& phase, uint16_t warp, uint32_t unfenced) {
     for (Trace& x : traces(at, bytes, "writes")) {
       if (x.pending || x.products) fail(at, bytes, "writes where a copy or product is under way");
       if (!x.atomic && unordered(x, phase, warp)) fail(at, bytes, race("writes", x, phase));
-      if (x.read && (x.read == phase.number || x.elsewhere || block(x.read) != phase.block))
+      if (x.read == phase.number || read_by_others(x, phase, warp) || x.elsewhere)
         fail(at, bytes, "writes what others read, with no barrier between");
       x.written = phase.number, x.writer = warp, x.unfenced = unfenced, x.atomic = true;
     }
   }
 
-  void begin_copy(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+  void begin_copy(uint64_t at, uint32_t bytes, const Phase& phase, uint16_t warp) {
     for (Trace& x : traces(at, bytes, "copies to")) {
       if (x.pending || x.products) fail(at, bytes, "copies to where a copy or product is under way");
       if (unordered(x, phase, warp)) fail(at, bytes, race("writes", x, phase));
-      if (x.read == phase.number && (x.several || x.reader != warp))
+      if (read_by_others(x, phase, warp))
         fail(at, bytes, "copies to what others read, with no barrier between");
       x.pending = true;
     }
   }
 
-  void end_copy(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+  void end_copy(uint64_t at, uint32_t bytes, const Phase& phase, uint16_t warp) {
     for (Trace& x : traces(at, bytes, "copies to"))
       x.pending = false, x.written = phase.number, x.writer = warp, x.unfenced = 0, x.atomic = false;
   }
 
   // The matrix unit's asynchronous reads see ordinary writes only behind a fence between proxies: of
   // the writer after it wrote, or of the reader after the barrier (PTX ISA, "Causality order").
-  void begin_product(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp,
+  void begin_product(uint64_t at, uint32_t bytes, const Phase& phase, uint16_t warp,
                      const std::vector<Fences>& fences) {
     read(at, bytes, phase, warp);
     for (Trace& x : traces(at, bytes, "multiplies")) {
@@ -117,7 +118,7 @@ class Memory {
     }
   }
 
-  void end_product(uint64_t at, uint32_t bytes, Phase phase, uint16_t warp) {
+  void end_product(uint64_t at, uint32_t bytes, const Phase& phase, uint16_t warp) {
     read(at, bytes, phase, warp);
     for (Trace& x : traces(at, bytes, "multiplies")) --x.products;
   }
@@ -150,14 +151,23 @@ class Memory {
   uint32_t block(uint32_t phase) const { return (*blocks)[phase]; }
 
   // Whether nothing orders the last write before what a warp does now.
-  bool unordered(const Trace& x, Phase now, uint16_t warp) const {
+  bool unordered(const Trace& x, const Phase& now, uint16_t warp) const {
     if (!x.written) return false;
     const Phase then{x.written, block(x.written)};
-    if (then.block == now.block) return then.number == now.number && x.writer != warp;
+    if (then.block == now.block) return !now.follows(then.number, x.writer, warp);
     return !order || !order->is_visible(then, x.atomic, now, warp);
   }
 
-  std::string race(const char* verb, const Trace& x, Phase now) const {
+  // Whether nothing orders the last reads before what a warp does now.
+  bool read_by_others(const Trace& x, const Phase& now, uint16_t warp) const {
+    if (!x.read) return false;
+    if (block(x.read) != now.block) return true;
+    for (uint16_t other = 0; other < now.seen.size(); ++other)
+      if (x.readers >> other & 1 && !now.follows(x.read, other, warp)) return true;
+    return false;
+  }
+
+  std::string race(const char* verb, const Trace& x, const Phase& now) const {
     std::ostringstream text;
     text << verb << " what " << (block(x.written) != now.block ? "another block" : "another warp")
          << " wrote, with no barrier between";

@@ -62,12 +62,16 @@ void Block::collective(Warp& warp, int op, const int32_t* a, uint32_t active) {
       return;
     case kFenceProxy:
       all_of(warp, active, "fence.proxy.async");
-      ++fences_[warp.number].count, fences_[warp.number].phase = phase_.number;
+      ++fences_[warp.number].count, fences_[warp.number].phase = warp.phase.number;
       return;
     case kShuffle: return shuffle(warp, a, active);
     case kReduce: return reduce(warp, a, active);
     case kAtomic: return add_atomically(warp, a, active);
-    case kBarrier: all_of(warp, active, "bar.sync"); warp.waiting = true; return;
+    case kBarrier: {
+      all_of(warp, active, "bar");
+      const uint32_t* r = warp.registers.data() + __builtin_ctz(active);
+      return arrive(warp, r[a[0]], r[a[1]], a[2]);
+    }
     case kWarpBarrier: return all_of(warp, active, "bar.warp.sync");
     default: throw std::runtime_error("an unknown operation");
   }
@@ -81,6 +85,7 @@ void Block::load(Warp& warp, const int32_t* a, uint32_t active) {
   count(space, warp, a + 4, size * number, active);
   for (int l = 0; l < kLanes; ++l) {
     if (!(active >> l & 1)) continue;
+    lane_ = l;
     const char* from = load_from(space, address(warp, a + 4, l), size * number, warp);
     for (int i = 0; i < number; ++i) {
       uint64_t value = 0;
@@ -100,6 +105,7 @@ void Block::store(Warp& warp, const int32_t* a, uint32_t active) {
   count(space, warp, a + 4, size * number, active);
   for (int l = 0; l < kLanes; ++l) {
     if (!(active >> l & 1)) continue;
+    lane_ = l;
     char values[16];
     for (int i = 0; i < number; ++i) {
       const int32_t* from = a + 7 + 2 * i;
@@ -118,8 +124,8 @@ void Block::add_atomically(Warp& warp, const int32_t* a, uint32_t active) {
   for (int l = 0; l < kLanes; ++l) {
     if (!(active >> l & 1)) continue;
     const uint64_t at = address(warp, a + 2, l);
-    order_.meet(at, phase_, warp.number, a[0], a[1]);
-    global_.write_atomically(at, 4, phase_, warp.number, fences_[warp.number].count + 1);
+    order_.meet(at, warp.phase, warp.number, a[0], a[1]);
+    global_.write_atomically(at, 4, warp.phase, warp.number, fences_[warp.number].count + 1);
     uint32_t* place = reinterpret_cast<uint32_t*>(at);
     const uint32_t before = *place;
     *place = before + r[a[6] + l];
@@ -140,8 +146,8 @@ void Block::copy(Warp& warp, const int32_t* a, uint32_t active) {
     const uint32_t source = a[7] < 0 ? bytes : warp.registers[a[7] + l];
     const Copy x{static_cast<uint32_t>(address(warp, a, l)), address(warp, a + 3, l), bytes, source};
     if (source != 0 && source != bytes) throw std::runtime_error("copies a part of a word");
-    if (source) global_.read(x.from, source, phase_, warp.number);
-    shared_.begin_copy(x.to, bytes, phase_, warp.number);
+    if (source) global_.read(x.from, source, warp.phase, warp.number);
+    shared_.begin_copy(x.to, bytes, warp.phase, warp.number);
     warp.copies.push_back(x);
   }
 }
@@ -149,17 +155,17 @@ void Block::copy(Warp& warp, const int32_t* a, uint32_t active) {
 void Block::wait_copies(Warp& warp, size_t left) {
   while (warp.copy_groups.size() > left) {
     for (const Copy& x : warp.copy_groups.front()) {
-      if (x.source_bytes) global_.read(x.from, x.bytes, phase_, warp.number);
+      if (x.source_bytes) global_.read(x.from, x.bytes, warp.phase, warp.number);
       if (x.source_bytes) std::memcpy(bytes_ + x.to, reinterpret_cast<const char*>(x.from), x.bytes);
       else std::memset(bytes_ + x.to, 0, x.bytes);
-      shared_.end_copy(x.to, x.bytes, phase_, warp.number);
+      shared_.end_copy(x.to, x.bytes, warp.phase, warp.number);
     }
     warp.copy_groups.pop_front();
   }
 }
 
 // Operands: places of destination and source, how (0 bfly, 1 idx, 2 up, 3 down), places of the lane or
-// distance, and of the limit.
+// distance, of the limit, and of the predicate "inside" or -1.
 void Block::shuffle(Warp& warp, const int32_t* a, uint32_t active) {
   uint32_t* r = warp.registers.data();
   uint32_t source[kLanes];
@@ -170,11 +176,14 @@ void Block::shuffle(Warp& warp, const int32_t* a, uint32_t active) {
     const int low = l & segment, high = low | (limit & ~segment);
     int from;
     switch (a[2]) {
-      case 0: from = l ^ by; from = from > high ? l : from; break;
-      case 1: from = low | (by & ~segment & 31); from = from > high ? l : from; break;
-      case 2: from = l - by; from = from < (low | limit) ? l : from; break;
-      default: from = l + by; from = from > high ? l : from; break;
+      case 0: from = l ^ by; break;
+      case 1: from = low | (by & ~segment & 31); break;
+      case 2: from = l - by; break;
+      default: from = l + by; break;
     }
+    const bool is_inside = a[2] == 2 ? from >= (low | limit) : from <= high;
+    if (!is_inside) from = l;
+    if (a[5] >= 0) r[a[5] + l] = is_inside;
     if (!(active >> from & 1)) throw std::runtime_error("takes a number from a lane that is not there");
     r[a[0] + l] = source[from];
   }

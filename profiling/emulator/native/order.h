@@ -8,16 +8,23 @@
 #include <map>
 #include <vector>
 
-// The stretch of a block between two barriers. Warps of a block are ordered by these and by nothing else.
+// The stretch of a warp between two barriers; warps that leave a barrier together share its number. Warps of a
+// block are ordered by barriers and by nothing else.
 struct Phase {
-  uint32_t number = 0;  // unique in the launch; 0 is none
+  uint32_t number = 0;  // rises in the launch; 0 is none
   uint32_t block = 0;
+  // Of each warp of the block the last phase that barriers have ordered before this one.
+  std::vector<uint32_t> seen = {};
+
+  bool follows(uint32_t then, uint16_t other, uint16_t warp) const {
+    return other == warp || then <= seen[other];
+  }
 };
 
 class Order {
  public:
   // An atomic of a warp, which reads what the earlier ones at the address wrote.
-  void meet(uint64_t at, Phase phase, uint16_t warp, bool releases, bool acquires) {
+  void meet(uint64_t at, const Phase& phase, uint16_t warp, bool releases, bool acquires) {
     Known& there = released_[at];
     if (releases) {
       for (const Acquired& x : acquired_[phase.block])
@@ -29,7 +36,7 @@ class Order {
 
   // Whether what another block did in a phase, before its last barrier, is visible now; or, of an atomic,
   // in the phase that has released it.
-  bool is_visible(Phase then, bool is_atomic, Phase now, uint16_t warp) const {
+  bool is_visible(const Phase& then, bool is_atomic, const Phase& now, uint16_t warp) const {
     const auto found = acquired_.find(now.block);
     if (found == acquired_.end()) return false;
     for (const Acquired& x : found->second) {
@@ -48,9 +55,7 @@ class Order {
     uint16_t warp;
     Known known;
 
-    bool is_visible(Phase now, uint16_t other) const {
-      return phase.number < now.number || (phase.number == now.number && warp == other);
-    }
+    bool is_visible(const Phase& now, uint16_t other) const { return now.follows(phase.number, warp, other); }
   };
 
   static void join(Known& into, const Known& other) {

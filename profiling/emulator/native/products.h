@@ -59,7 +59,7 @@ void Block::begin_product(Warp& warp, const int32_t* a) {
   const auto wide = [&](int32_t place) { return reinterpret_cast<const uint64_t*>(r + place)[0]; };
   Product x{a, a[2] ? 0 : wide(a[5]), wide(a[6]), r[a[7]] != 0};
   visit_operands(warp, x, [&](uint32_t at) {
-    shared_.begin_product(at, 2, phase_, warp.number, fences_);
+    shared_.begin_product(at, 2, warp.phase, warp.number, fences_);
   });
   warp.products.push_back(x);
 }
@@ -80,7 +80,7 @@ void Block::end_product(Warp& warp, const Product& x) {
   const int columns = a[0];
   const bool wide = a[1];
   const Descriptor left(x.descriptor_a), right(x.descriptor_b);
-  visit_operands(warp, x, [&](uint32_t at) { shared_.end_product(at, 2, phase_, warp.number); });
+  visit_operands(warp, x, [&](uint32_t at) { shared_.end_product(at, 2, warp.phase, warp.number); });
   const auto shared = [&](uint32_t at) {
     uint16_t value;
     std::memcpy(&value, bytes_ + at, 2);
