@@ -42,7 +42,7 @@ NBEST = ("nbest",)
 CONFIDENCE = "word_confidence", "calibration"
 _RECORDINGS = (
     *("instruction", "gap_seconds", "chunk_seconds", "vad", "no_speech", "fallback"),
-    *("fallback_confidence", "frame_budget"),
+    *("fallback_confidence", "frame_budget", "precision"),
 )
 
 

@@ -19,6 +19,7 @@ class Suppression:
     always: Tensor  # int64 (S,), tokens that are never decoded
     begin: Tensor  # int64 (B,), tokens that no transcript begins with
     bias: Tensor  # (V,), of the output layer, with ``always`` suppressed
+    begin_bias: Tensor  # (V,), with ``begin`` suppressed as well
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, classes: int | None = None) -> Self | None:
@@ -29,20 +30,25 @@ class Suppression:
         begin = sorted({token for token in config.begin_suppress if token < classes} - {*always})
         if not always and not begin:
             return None
-        tokens = torch.tensor(always, dtype=torch.int64, device=weight.device)
+        tokens, first = (
+            torch.tensor(barred, dtype=torch.int64, device=weight.device)
+            for barred in (always, begin)
+        )
         bias = decoder.output_bias
         bias = weight.new_zeros(len(weight)) if bias is None else bias.detach()
         least = max(FORBIDDEN, torch.finfo(bias.dtype).min)
-        return cls(
-            always=tokens,
-            begin=torch.tensor(begin, dtype=torch.int64, device=weight.device),
-            bias=bias.index_fill(0, tokens, least),
-        )
+        bias = bias.index_fill(0, tokens, least)
+        return cls(tokens, first, bias, bias.index_fill(0, first, least))
 
     def likeliest(
         self, decoder: Decoder, hidden: Tensor, begins: Tensor, classes: int | None = None
     ) -> Tensor:
         """Choose the best allowed token (N,) of rows (N, width), without waiting for the device."""
+        if hidden.device.type == "cpu":  # nothing to wait for: rows that begin are chosen again
+            best = decoder.likeliest(hidden, classes, self.bias)
+            if begins.any():
+                best[begins] = decoder.likeliest(hidden[begins], classes, self.begin_bias)
+            return best
         # Among the best n + 1 tokens, with n tokens to avoid, at least one is allowed.
         count = len(self.begin) + 1
         _, best = projected_top_k(

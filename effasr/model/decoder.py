@@ -291,11 +291,15 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.output_weight, self.output_bias)
 
-    def likeliest(self, hidden: Tensor, classes: int | None = None) -> Tensor:
-        """The best of the first ``classes`` tokens (all): (N, width) to int64 (N,)."""
-        _, indices = projected_top_k(
-            hidden, self.output_weight, bias=self.output_bias, classes=classes
-        )
+    def likeliest(
+        self, hidden: Tensor, classes: int | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """The best of the first ``classes`` tokens (all): (N, width) to int64 (N,).
+
+        ``bias`` (V,) replaces `output_bias`.
+        """
+        bias = self.output_bias if bias is None else bias
+        _, indices = projected_top_k(hidden, self.output_weight, bias=bias, classes=classes)
         return indices[:, 0]
 
     def start(

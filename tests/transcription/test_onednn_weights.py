@@ -3,15 +3,18 @@ import torch
 
 from effasr.data.collate import Example, collate
 from effasr.data.prompt import Prompt
+from effasr.decoding.config import DecodingConfig
 from effasr.model.asr import ASRModel
 from effasr.nn.feed_forward import FeedForward
-from effasr.transcription.cpu_weights import OneDNNWeights
+from effasr.transcription.cpu_weights import OneDNNWeights, rounds_to_bfloat16
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr_kernels.testing.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
 )
+
+bfloat16 = pytest.mark.skipif(not rounds_to_bfloat16(), reason="this processor has no AVX512")
 
 
 def _encode(model: ASRModel, examples: list[Example], dtype: torch.dtype = torch.float32):
@@ -25,19 +28,29 @@ def examples(noise) -> list[Example]:
     return [Example(str(n), noise(s, seed=n), [2], [], False) for n, s in enumerate(seconds)]
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu"])
-def test_a_feed_forward_network_is_as_exact_as_torchs_own(model, activation) -> None:
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        ("silu", torch.float32),
+        ("relu", torch.float32),
+        pytest.param("silu", torch.bfloat16, marks=bfloat16),
+        pytest.param("gelu", torch.bfloat16, marks=bfloat16),
+    ],
+)
+def test_a_feed_forward_network_is_as_exact_as_torchs_own(model, activation, dtype) -> None:
     torch.manual_seed(0)
     network = FeedForward(48, 96, activation=activation).eval()
-    packed = OneDNNWeights(_with(model, network))
+    packed = OneDNNWeights(_with(model, network), dtype)
     x = torch.randn(70, 48)
     with torch.no_grad():
-        usual = network(x)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            usual = network(x)
         with packed.active():
             assert "forward" in network.__dict__
             result = network(x)
+        assert result.dtype == x.dtype
         exact = network.double()(x.double())
-    assert_no_worse(result, gold=exact, baseline=usual)
+    assert_no_worse(result.to(dtype), gold=exact, baseline=usual)
 
 
 def test_the_model_is_as_before(model, examples) -> None:
@@ -94,14 +107,15 @@ def _with(model: ASRModel, network: FeedForward) -> ASRModel:
     return other
 
 
-def test_transcripts_are_the_same_in_any_company(model, tokenizer, noise) -> None:
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=bfloat16)])
+def test_transcripts_are_the_same_in_any_company(model, tokenizer, noise, precision) -> None:
     """Down to utterances of a single frame, for which MKL sums in another order."""
     seconds = (0.08, 0.1, 0.17, 0.25, 0.33, 0.41, 0.49, 2.1, 0.7, 1.3)
     requests = [
         Request(str(n), lambda s=s, n=n: noise(s, seed=n), Prompt("en", "en"))
         for n, s in enumerate(seconds)
     ]
-    recognizer = Recognizer(model, tokenizer)
+    recognizer = Recognizer(model, tokenizer, DecodingConfig(precision=precision))
     together = {item.id: item.text for item in recognizer.results(requests)}
     assert len(set(together.values())) > 4, "the test needs different texts"
     for request in requests:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,8 @@ from effasr_kernels import PackedLayout
 _BLOCK = 16
 """Lengths are rounded up to a multiple of this, so that the order of a row's sums does not
 depend on its neighbours: what is past the end adds zeros."""
+
+_ALIGNMENT = 64  # bytes of a vector
 
 _WIDTH = 32
 """Narrower heads are padded to this many channels: with fewer columns, MKL sums over the keys in
@@ -190,14 +194,15 @@ class ContiguousCache:
             return
         room = max(length, 2 * held.shape[4]) if self._ahead else length
         self._hold(self._empty(held.shape[2], room))
-        self._held[:, :, :, :, : held.shape[4]] = held
+        if written := min(self._longest, held.shape[4]):
+            self._held[..., :written, :] = held[..., :written, :]
 
     def _empty(self, rows: int, room: int) -> Tensor:
         # Zeros: masked values are multiplied by zero, which keeps NaN.
         sizes = self.sizes
         room = _rounded(room) if room else 0
         shape = sizes.layers, 2, rows, sizes.heads, room, self._width
-        return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
+        return _zeros(shape, sizes.dtype, sizes.device)
 
     def _hold(self, held: Tensor) -> None:
         """Use (layers, 2, rows, H, room, D) as keys and values."""
@@ -210,6 +215,17 @@ class ContiguousCache:
         near = self._held[:, :, begin:end, :, :length].unbind(0)
         keys = [part[0].flatten(0, 1).transpose(1, 2) for part in near]
         return keys, [part[1].flatten(0, 1) for part in near]
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch writes its zeros: 1 GB for 32 slots of Whisper base, of which a few files use a few.
+    # NumPy's are pages that the system makes when they are first written.
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(*shape)
 
 
 def _rounded(length: int) -> int:
