@@ -30,6 +30,7 @@ DECODING = [
     "--fallback --no-fallback",
     "--fallback-confidence P",
     "--frame-budget N",
+    "--precision {float32,bfloat16}",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]
 LONG_FORM = ["--long-form {chunked,sequential}", "--previous-text --no-previous-text"]
