@@ -96,9 +96,9 @@ class DecodingConfig:
             itself forever. `effasr.transcription.recognizer.Recognizer` halves it for frames of 40
             ms.
         extra_tokens: See ``tokens_per_frame``.
-        precision: Precision of matrix products: float32 (the default), or bfloat16, by autocast on a
-            GPU. On a CPU bfloat16 rounds the linear layers alone, which is faster with AVX512-BF16
-            (`lscpu` lists avx512_bf16).
+        precision: Precision of matrix products: float32 (the default), or bfloat16. On a GPU it is
+            by autocast, on a CPU it rounds the linear layers alone, which is faster with
+            AVX512-BF16 (`lscpu` lists avx512_bf16).
         workers: Threads that load audio.
         nbest: Also write the N best texts of each utterance with their scores, as JSON; N is at
             most ``beam``. The transcript is one of them. None for the transcript alone.

@@ -104,7 +104,9 @@ def _linear(weight: Tensor, bias: Tensor | None, x: Tensor, activation: str = "n
     # oneDNN has two GELUs: the exact one ("none") and "tanh".
     kind = "none" if activation == "gelu" else ""
     narrow = x.to(weight.dtype)
-    return torch.ops.mkldnn._linear_pointwise(narrow, weight, bias, activation, [], kind).to(x.dtype)
+    return torch.ops.mkldnn._linear_pointwise(narrow, weight, bias, activation, [], kind).to(
+        x.dtype
+    )
 
 
 def _joined(first: Callable[[Tensor], Tensor], second: nn.Module) -> Callable[..., Tensor]:
