@@ -37,6 +37,11 @@ def add_import(command: AddCommand) -> None:
         "model.safetensors, or model.bin of faster-whisper",
     )
     parser.add_argument("out", type=folder, metavar="OUT", help="the model directory to write")
+    parser.add_argument(
+        "--language",
+        metavar="CODE",
+        help="language of MMS whose adapters are read, such as fra (default: that of its weights)",
+    )
 
 
 def run_import(options: argparse.Namespace) -> int:
@@ -44,7 +49,7 @@ def run_import(options: argparse.Namespace) -> int:
 
     source = _model_in(options.source)
     with reading(source):
-        model, tokenizer, prompt = _import(source)
+        model, tokenizer, prompt = _import(source, options.language)
     with writing(options.out, _bytes_of(model)):
         save_model(options.out, model, tokenizer, prompt)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -56,17 +61,19 @@ def _bytes_of(model: ASRModel) -> int:
     return sum(value.nbytes for value in model.state_dict().values())
 
 
-def _import(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
+def _import(source: Path, language: str | None) -> tuple[ASRModel, Tokenizer, Prompt | None]:
     from effasr.interop.nemo.archive import CONFIG
     from effasr.model.asr import ASRModel
 
     if source.is_file() or source.suffix == ".nemo" or (source / CONFIG).is_file():
         from effasr.interop.nemo.checkpoint import import_nemo
 
+        if language is not None:
+            raise ValueError(f"`--language` must be left out for {source}: it is for MMS alone.")
         nemo = import_nemo(source)
         model = ASRModel.from_state_dict(nemo.config, nemo.vocab_size, nemo.state)
         return model, nemo.tokenizer, nemo.prompt
-    return _import_hugging_face(source)
+    return _import_hugging_face(source, language)
 
 
 def _model_in(source: Path) -> Path:
@@ -88,7 +95,9 @@ def _model_in(source: Path) -> Path:
     return files[0] if files else source
 
 
-def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | None]:
+def _import_hugging_face(
+    source: Path, language: str | None
+) -> tuple[ASRModel, Tokenizer, Prompt | None]:
     from effasr.data.tokenizer import WhisperTokenizer, load_hugging_face
     from effasr.interop.huggingface.checkpoint import CLASSES, import_model
     from effasr.interop.huggingface.ctranslate2 import is_ctranslate2
@@ -110,11 +119,11 @@ def _import_hugging_face(source: Path) -> tuple[ASRModel, Tokenizer, Prompt | No
     if not is_ctranslate2(source):
         read_config(source, *CLASSES)
     check_tokenizer(source)
-    tokenizer = load_hugging_face(source)
-    model = ASRModel.from_state_dict(*import_model(source))
+    tokenizer = load_hugging_face(source, language)
+    model = ASRModel.from_state_dict(*import_model(source, language))
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"{source}: tokenizer.json must be the model's, but has {tokenizer.vocab_size} "
+            f"{source}: the tokenizer must be the model's, but has {tokenizer.vocab_size} "
             f"tokens, and the model has {model.vocab_size}."
         )
     if not isinstance(tokenizer, WhisperTokenizer):
@@ -229,7 +238,7 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
 
 def _write_hugging_face(loaded: LoadedModel, out: Path) -> str:
     """Write weights, configuration and tokenizer; return the class that loads them."""
-    from effasr.data.tokenizer import HuggingFaceTokenizer, WhisperTokenizer
+    from effasr.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, WhisperTokenizer
     from effasr.interop.huggingface.checkpoint import export_model
     from effasr.interop.huggingface.files import SpecialTokens
 
@@ -240,13 +249,14 @@ def _write_hugging_face(loaded: LoadedModel, out: Path) -> str:
         bos_id=tokenizer.specials.get("<|startoftranscript|>", start),
         eos_id=tokenizer.eos_id,
         decoder_start_id=start,
+        blank_id=tokenizer.blank if isinstance(tokenizer, CharacterTokenizer) else 0,
         count=tokenizer.vocab_size,
         generation=(
             tokenizer.generation(loaded.prompt) if isinstance(tokenizer, WhisperTokenizer) else {}
         ),
     )
     loader = export_model(loaded.model, out, tokens)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer | CharacterTokenizer):
         tokenizer.save(out)
     else:
         log("export", "the tokenizer is not exported, because transformers cannot read it")
@@ -375,7 +385,7 @@ def _card(
     options: argparse.Namespace, loaded: LoadedModel, sources: list[Path], loader: str
 ) -> ModelCard:
     from effasr import config
-    from effasr.data.tokenizer import HuggingFaceTokenizer
+    from effasr.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
     from effasr.evaluation.model_card import ModelCard, read_data, read_tested
 
     origin = options.model.resolve()
@@ -389,7 +399,7 @@ def _card(
         parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
         languages=loaded.tokenizer.languages,
         configuration=config.dump(loaded.model.config),
-        own_tokenizer=isinstance(loaded.tokenizer, HuggingFaceTokenizer),
+        own_tokenizer=isinstance(loaded.tokenizer, HuggingFaceTokenizer | CharacterTokenizer),
         data=read_data(origin) if is_run else (),
         steps=int(step[1]) if step else None,
         averaged=options.averaged or 1,

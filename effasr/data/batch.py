@@ -52,12 +52,8 @@ class StaticShape:
 
     @property
     def audio_rows(self) -> int:
-        """Samples of a batch, the tail included.
-
-        An utterance of n frames has fewer than 1280 n + 160 samples, or likewise with another
-        framing, so this is always enough.
-        """
-        return (self.frame_budget + self.max_sequences) * self.framing.samples
+        """Samples of a batch, the tail included."""
+        return self.framing.capacity(self.frame_budget, self.max_sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class ModelCard:
 
     def _usage(self) -> str:
         tokenizer = (
-            "`tokenizer.json` turns its tokens into text."
+            "`AutoTokenizer.from_pretrained(FOLDER)` turns its tokens into text."
             if self.own_tokenizer
             else "Its tokenizer is effasr's own, which transformers cannot read: it comes with the "
             "model directory of effasr, not with this folder."

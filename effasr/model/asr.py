@@ -15,6 +15,7 @@ from effasr.checks import check
 from effasr.data.batch import IGNORED, Batch
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.features.log_mel import LogMel, MelFrames
+from effasr.data.features.samples import Samples
 from effasr.data.features.spec_augment import spec_augment
 from effasr.model.best_rq import BestRQ, RandomQuantizer
 from effasr.model.config import ModelConfig
@@ -23,6 +24,7 @@ from effasr.model.encoder import FastConformerEncoder
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.text_encoder import TextEncoder
 from effasr.model.transducer import Transducer
+from effasr.model.wav2vec2_encoder import Wav2Vec2Encoder, Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoder, WhisperEncoderConfig
 from effasr.nn.attention import RelativeSelfAttention
 from effasr.nn.cache.decoder_state import DecoderState
@@ -56,6 +58,7 @@ _RESETTABLE = (
     Router,
     StatelessPredictor,
     TextEncoder,
+    Wav2Vec2Encoder,
     WhisperEncoder,
 )
 
@@ -85,10 +88,13 @@ class ASRModel(nn.Module):
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.durations: Durations | None = None  # None where they are unknown
-        self.features = LogMel(config.features)
+        mel = config.features.kind != "waveform"
+        self.features = LogMel(config.features) if mel else Samples(config.features)
         stream = {"residual_in_fp32": config.residual_in_fp32}
-        self.encoder: FastConformerEncoder | WhisperEncoder
-        if isinstance(config.encoder, WhisperEncoderConfig):
+        self.encoder: FastConformerEncoder | WhisperEncoder | Wav2Vec2Encoder
+        if isinstance(config.encoder, Wav2Vec2EncoderConfig):
+            self.encoder = Wav2Vec2Encoder(config.encoder, config.spec_augment, **stream)
+        elif isinstance(config.encoder, WhisperEncoderConfig):
             self.encoder = WhisperEncoder(config.encoder, config.features.mel_bins, **stream)
         else:
             self.encoder = FastConformerEncoder(config.encoder, config.features.mel_bins, **stream)
@@ -250,7 +256,7 @@ class ASRModel(nn.Module):
         """The loss of BEST-RQ as the cross-entropy, whose targets are frames."""
         with ranges.range("features"):
             mel = self.features(batch.audio, batch.frames.with_tile_tables())
-            values, masked = best_rq.mask(mel, self._augmented(mel))
+            values, masked = best_rq.mask(mel, self._augmented(mel).values)
         with ranges.range("encoder"):
             encoded = self.encoder(mel.with_values(values))
         losses = best_rq(mel, masked, encoded)
@@ -267,8 +273,10 @@ class ASRModel(nn.Module):
         losses = [x for x in map(take_losses, stacks) if x is not None]
         return torch.stack(losses).sum() * targets() if losses else None
 
-    def _augmented(self, mel: MelFrames) -> Tensor:
-        return spec_augment(mel, self.config.spec_augment) if self.training else mel.values
+    def _augmented(self, mel: MelFrames) -> MelFrames:
+        if not self.training:
+            return mel
+        return mel.with_values(spec_augment(mel, self.config.spec_augment))
 
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
         of_speech = self.encoder, self.ctc_head, self.transducer
@@ -290,7 +298,8 @@ class ASRModel(nn.Module):
             audio, frames = batch.clips, batch.clip_frames
         with ranges.range("features"):
             mel = self.features(audio, frames.with_tile_tables())
-            mel = mel.with_values(self._augmented(mel))
+            if isinstance(mel, MelFrames):
+                mel = self._augmented(mel)
         with ranges.range("encoder"):
             if isinstance(self.encoder, FastConformerEncoder):
                 encoded = self.encoder(mel, batch.expert)

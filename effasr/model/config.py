@@ -13,6 +13,7 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.experts import ExpertsConfig, named_experts_of
 
@@ -22,9 +23,9 @@ class ModelConfig:
     """Architecture of a model; the tokenizer determines the size of the vocabulary.
 
     Attributes:
-        features: Log-mel features.
+        features: Log-mel features, or samples.
         spec_augment: SpecAugment, in training only.
-        encoder: A FastConformer, or Whisper's Transformer, selected by its ``kind``.
+        encoder: A FastConformer, Whisper's Transformer or a wav2vec 2.0, selected by its ``kind``.
         decoder: The attention decoder; null for none.
         ctc: Whether the encoder has a CTC head.
         transducer: The transducer; null for none.
@@ -40,7 +41,9 @@ class ModelConfig:
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
-    encoder: FastConformerConfig | WhisperEncoderConfig = field(default_factory=FastConformerConfig)
+    encoder: FastConformerConfig | WhisperEncoderConfig | Wav2Vec2EncoderConfig = field(
+        default_factory=FastConformerConfig
+    )
     decoder: DecoderConfig | None = field(default_factory=DecoderConfig)
     ctc: bool = False
     transducer: TransducerConfig | None = None
@@ -51,6 +54,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if (self.features.kind == "waveform") != isinstance(self.encoder, Wav2Vec2EncoderConfig):
+            raise ValueError(
+                "`features.kind` must be waveform for an encoder of kind wav2vec2, and for no "
+                f"other, but is {self.features.kind} for {self.encoder.kind}: set "
+                "features.kind=waveform and features.hop=320, or change `encoder`."
+            )
         needed, configured = self.encoder.subsampling, self.features.subsampling
         if configured is None:
             object.__setattr__(self, "features", replace(self.features, subsampling=needed))
@@ -69,6 +78,9 @@ class ModelConfig:
             features = replace(self.features, causal_subsampling=True)
             object.__setattr__(self, "features", features)
         if self.best_rq is not None:
+            mel = self.features.kind != "waveform"
+            rule, remedy = "be null for features of kind waveform", "choose another encoder"
+            check(mel, "best_rq", rule, "given", remedy)
             self._check_alone(
                 "best_rq",
                 "because pretraining on audio alone has no text",

@@ -8,9 +8,11 @@ from effasr.checks import check
 from effasr.data.sampling.cost import FACTORS, CostModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
+from effasr.model.encoder import FastConformerConfig
 from effasr.model.language_model.architecture import ModelSizes, model_sizes
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.model.wav2vec2_encoder import KERNELS, Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.experts import ExpertsConfig
 from effasr.nn.subsampling import bands
@@ -61,7 +63,7 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
 def contexts_of(config: ModelConfig) -> tuple[Context, ...]:
     """The contexts of the encoder; none if it sees whole utterances."""
     encoder = config.encoder
-    return () if isinstance(encoder, WhisperEncoderConfig) else encoder.context
+    return encoder.context if isinstance(encoder, FastConformerConfig) else ()
 
 
 def best_rq_cost(config: ModelConfig) -> int:
@@ -106,7 +108,11 @@ def recomputed_costs(
     layers = _more(encoder.layers, every) - -(-below // every)
     more = replace(config, encoder=replace(encoder, layers=layers))
     unneeded = unneeded_frame = unneeded_text = 0
-    if isinstance(encoder, WhisperEncoderConfig) and not encoder.residual_dropout:
+    keeps_last = isinstance(encoder, Wav2Vec2EncoderConfig) and (
+        not encoder.pre_norm or encoder.adapter is not None
+    )
+    conformer = isinstance(encoder, FastConformerConfig)
+    if not (conformer or keeps_last or encoder.residual_dropout):
         unneeded_frame = (layers - encoder.layers) * 2 * encoder.width * encoder.feed_forward
     if decoder is not None:
         more = replace(more, decoder=replace(decoder, layers=_more(decoder.layers, every)))
@@ -148,6 +154,12 @@ def _more(layers: int, every: int) -> int:
 def subsampling_cost(config: ModelConfig) -> int:
     """FLOPs per frame before the first encoder layer: features and convolutions."""
     encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
+    if isinstance(encoder, Wav2Vec2EncoderConfig):
+        # Rows of a frame after each convolution: 64, 32, ... 1.
+        inputs = (1, *[encoder.channels] * 6)
+        rows = zip(reversed(range(7)), KERNELS, inputs, strict=True)
+        taps = [2**n * kernel * size for n, kernel, size in rows]
+        return 2 * sum(taps) * encoder.channels
     features = 2 * config.features.rows_per_frame * (config.features.n_fft // 2 + 1) * bins
     if isinstance(encoder, WhisperEncoderConfig):
         # Two rows of the first convolution, one of the second; 3 taps each.
@@ -164,9 +176,13 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
     """FLOPs of features and encoder: per frame, and per pair of frames."""
     encoder = config.encoder
     width = encoder.width
-    if isinstance(encoder, WhisperEncoderConfig):
-        layer = 2 * 4 * width**2 + 2 * 2 * width * encoder.feed_forward
+    if not isinstance(encoder, FastConformerConfig):
+        hidden = encoder.feed_forward + (getattr(encoder, "adapter", None) or 0)
+        layer = 2 * 4 * width**2 + 2 * 2 * width * hidden
         layers = encoder.layers * layer
+        if isinstance(encoder, Wav2Vec2EncoderConfig):
+            taps = encoder.position_kernel * width // encoder.position_groups
+            layers += 2 * width * (encoder.channels + taps)
         return subsampling_cost(config) + layers, encoder.layers * 2 * 2 * width
     feed_forward = 2 * _network(width, encoder.feed_forward, encoder.experts)
     attention = 2 * 4 * width**2

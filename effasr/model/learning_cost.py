@@ -20,7 +20,6 @@ from effasr.model.cost import (
 )
 from effasr.model.decoder import Decoder
 from effasr.model.encoder import ConformerLayer
-from effasr.model.whisper_encoder import WhisperEncoder
 from effasr.nn.experts import ExpertFeedForward, GroupedLinear, Router
 from effasr.nn.lora import LoRAGroupedLinear, LoRALinear
 
@@ -128,8 +127,8 @@ class _Count:
     def encoder(self, model: ASRModel) -> bool:
         """Count the speech encoder; returns whether anything in it is trained."""
         encoder, config = model.encoder, model.encoder.config
-        is_whisper = isinstance(encoder, WhisperEncoder)
-        first = encoder.stem if is_whisper else encoder.subsampling
+        parts = dict(encoder.named_modules())
+        first = next(parts[name] for name in _CONVOLUTIONS if name in parts)
         self.omitted["frame"] += 2 * subsampling_cost(model.config) * (not _learns(first))
         reached = _learns(*_before_layers(encoder))
         products = 3 if getattr(config, "position", None) == "relative" else 2
@@ -139,7 +138,8 @@ class _Count:
                 learns = layer.conv.depthwise.weight.requires_grad
                 taps = 2 * layer.conv.depthwise.weight.shape[1] * config.width
                 self.omitted["frame"] += taps * (not learns) + taps * (not reached)
-        return reached or (is_whisper and _learns(encoder.norm))
+        last = getattr(encoder, "norm", None)
+        return reached or (last is not None and _learns(last))
 
     def decoder(self, model: ASRModel, reached: bool) -> None:
         """Count projection and decoder, after an encoder that is trained if ``reached``."""
@@ -199,7 +199,12 @@ class _Count:
 _APART = ("relative_k_proj", "encoder_attn.kv_proj")
 """Projections of a table that does not grow with the utterance, and of another sequence."""
 
-_BEFORE_LAYERS = ("subsampling", "subsampling_norm", "stem", "embed_positions")
+_CONVOLUTIONS = ("stem.convolutions", "stem", "subsampling")
+"""What `subsampling_cost` counts; the first that an encoder has."""
+
+_BEFORE_LAYERS = (
+    *("subsampling", "subsampling_norm", "stem", "embed_positions", "positions", "input_norm"),
+)
 """Parts of an encoder."""
 
 

@@ -1,4 +1,4 @@
-"""A pre-norm Transformer layer over packed sequences."""
+"""A Transformer layer over packed sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from effasr.nn.attention import SelfAttention
 from effasr.nn.experts import ExpertsConfig, Groups, build_feed_forward, run_feed_forward
-from effasr.nn.residual import Residual
+from effasr.nn.feed_forward import FeedForward
+from effasr.nn.residual import Residual, normalized
 from effasr.nn.stack import Layer, checkpointed_forward
 from effasr_kernels import PackedLayout
 
@@ -17,7 +18,10 @@ _DROPOUTS = "residual_dropout", "activation_dropout", "attention_dropout"
 
 
 class TransformerLayer(Layer):
-    """Self-attention and a feed-forward network, each after a LayerNorm."""
+    """Self-attention and a feed-forward network, each after a LayerNorm, or before it.
+
+    An adapter, which is a second feed-forward network with its LayerNorm, may follow them.
+    """
 
     seeds = 1
 
@@ -34,9 +38,11 @@ class TransformerLayer(Layer):
         activation_dropout: float = 0.0,
         attention_dropout: float = 0.0,
         experts: ExpertsConfig | None = None,
+        post_norm: bool = False,
+        adapter: int | None = None,
     ):
         super().__init__()
-        self.dropout = residual_dropout
+        self.dropout, self.post_norm = residual_dropout, post_norm
         self.norm_self_att = nn.LayerNorm(width)
         self.self_attn = SelfAttention(
             width,
@@ -50,6 +56,10 @@ class TransformerLayer(Layer):
         self.feed_forward = build_feed_forward(
             width, feed_forward, experts, activation=activation, dropout=activation_dropout
         )
+        self.norm_adapter = self.adapter = None
+        if adapter is not None:
+            self.norm_adapter = nn.LayerNorm(width)
+            self.adapter = FeedForward(width, adapter, activation="relu")
 
     @classmethod
     def of(
@@ -59,11 +69,14 @@ class TransformerLayer(Layer):
         *,
         activation: Literal["relu", "gelu"],
         key_bias: bool = True,
+        post_norm: bool = False,
+        adapter: int | None = None,
     ) -> TransformerLayer:
         """A layer with the remaining arguments from configuration fields of these names."""
         names = "heads", "feed_forward", "bias", *_DROPOUTS
         options = {name: getattr(config, name) for name in names}
         experts = getattr(config, "experts", None)
+        options |= {"post_norm": post_norm, "adapter": adapter}
         return cls(width, activation=activation, key_bias=key_bias, experts=experts, **options)
 
     @property
@@ -80,9 +93,20 @@ class TransformerLayer(Layer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Transform (T, width); a layer with a router also returns its losses."""
         residual = Residual.of(self, x, layout, self.dropout, seeds)
-        y, x = residual.norm(x, self.norm_self_att)
-        y = self.self_attn(y, layout, residual=residual)
-        y, x = residual.add_norm(x, y, self.self_attn.o_proj, self.norm_feed_forward, offset=0)
-        y, losses = run_feed_forward(self.feed_forward, y, residual, offset=2, groups=groups)
-        x = residual.add(x, y, self.feed_forward.linear2, offset=1)
+        attention, network = self.self_attn, self.feed_forward
+        if self.post_norm:
+            y = attention(x, layout, residual=residual)
+            y = x = residual.add_post_norm(x, y, attention.o_proj, self.norm_self_att, offset=0)
+        else:
+            y, x = residual.norm(x, self.norm_self_att)
+            y = attention(y, layout, residual=residual)
+            y, x = residual.add_norm(x, y, attention.o_proj, self.norm_feed_forward, offset=0)
+        y, losses = run_feed_forward(network, y, residual, offset=2, groups=groups)
+        if self.post_norm:
+            x = residual.add_post_norm(x, y, network.linear2, self.norm_feed_forward, offset=1)
+        else:
+            x = residual.add(x, y, network.linear2, offset=1)
+        if self.adapter is not None:
+            assert self.norm_adapter is not None
+            x = x + self.adapter(normalized(x, self.norm_adapter))
         return x if losses is None else (x, losses)

@@ -431,7 +431,9 @@ def _resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainCo
 
 def _check_features(features: FeatureConfig) -> None:
     """Check the sample rate and hop that the data are planned and loaded for."""
-    for name, loaded in (("sample_rate", SAMPLE_RATE), ("hop", FeatureConfig().hop)):
+    # That of samples is checked by their own configuration.
+    hop = features.hop if features.kind == "waveform" else FeatureConfig().hop
+    for name, loaded in (("sample_rate", SAMPLE_RATE), ("hop", hop)):
         if getattr(features, name) != loaded:
             raise ValueError(
                 f"`model.features.{name}` must be {loaded}, with which training loads audio, "

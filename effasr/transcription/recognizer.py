@@ -91,7 +91,8 @@ class Recognizer:
         if isinstance(encoder, FastConformerConfig):
             per_frame *= rows / 8
         device = next(model.parameters()).device
-        self._budget = config.budget_on(device) * 8 // rows
+        # What reads samples needs as much memory for a frame of 20 ms as others for 80 ms.
+        self._budget = config.budget_on(device) * 8 // (8 if rows == 1 else rows)
         self.config = replace(config, frame_budget=self._budget, tokens_per_frame=per_frame)
         self._frame_samples = self._features.framing.samples
         self._detectors = Detectors(config.vad, self.sample_rate)

@@ -99,7 +99,7 @@ SURFACE = {
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",
         "--max-tokens N", "--slots N", "--device DEVICE",
     ],
-    "import": ["MODEL", "OUT"],
+    "import": ["MODEL", "OUT", "--language CODE"],
     "export": [
         "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx,ctranslate2}",
         "--quantization {float32,float16,bfloat16,int8,int8_float16,int8_float32}",

@@ -33,6 +33,7 @@ from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr_kernels import PackedLayout, PackedSequence
 
@@ -137,7 +138,7 @@ def variants() -> Iterator[ModelConfig]:
                 predictor="lstm" if other else "stateless", width=16, joint=12, dropout=0.1
             ),
         )
-    yield ModelConfig(
+    whisper = ModelConfig(
         features=FeatureConfig(
             kind="whisper",
             subsampling=2,
@@ -164,6 +165,22 @@ def variants() -> Iterator[ModelConfig]:
         ctc=True,
         transducer=TransducerConfig(predictor="stateless", width=16, joint=12, dropout=0.1),
     )
+    yield whisper
+    for norm, time_masks in (("layer", 2), ("group", 0)):
+        encoder = Wav2Vec2EncoderConfig(
+            width=32,
+            layers=1,
+            heads=4,
+            channels=8,
+            position_kernel=16,
+            convolution_norm=norm,
+            pre_norm=norm == "layer",
+            adapter=8 if norm == "layer" else None,
+            **DROPOUT,
+        )
+        masking = replace(whisper.spec_augment, time_masks=time_masks)
+        features = FeatureConfig(kind="waveform", hop=320)
+        yield replace(whisper, features=features, encoder=encoder, spec_augment=masking)
 
 
 def check_step(config: ModelConfig, dtype: torch.dtype) -> None:

@@ -12,6 +12,6 @@ def test_a_step_stays_on_the_device_and_asks_it_nothing():
     # In a process of its own: torch can be told of one more device only once, and for good.
     done = preloaded.finished(WORKER)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "13 forwards and backwards" in done.stdout
+    assert "15 forwards and backwards" in done.stdout
     if find_spec("transformers"):
         assert "8 of conversations" in done.stdout

@@ -75,7 +75,7 @@ def collate_conversations(
                 )
         sequences, clips = shape.max_sequences, max_clips
         frame_rows, token_rows = shape.frame_budget, shape.token_budget
-        audio_rows = (frame_rows + max_clips) * framing.samples
+        audio_rows = framing.capacity(frame_rows, max_clips)
         speech_rows = min(token_rows, -(-frame_rows // stack) + max_clips)
         longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
 

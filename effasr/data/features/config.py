@@ -1,4 +1,4 @@
-"""Configuration of the mel features."""
+"""Configuration of the features."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from effasr.checks import check
+from effasr.checks import check, check_choices
 from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 
 _MOST_HOPS = {8: 14, 4: 6, 2: 3}
@@ -15,14 +15,16 @@ _MOST_HOPS = {8: 14, 4: 6, 2: 3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureConfig:
-    """Parameters of the mel features.
+    """Parameters of the mel features, or of the samples that an encoder reads itself.
 
     Attributes:
         kind: Feature extraction of transformers' ``ParakeetFeatureExtractor``, which equals NeMo's,
-            or of its ``WhisperFeatureExtractor``.
+            of its ``WhisperFeatureExtractor``, or ``waveform``, that of its
+            ``Wav2Vec2FeatureExtractor``: samples, for which only ``sample_rate``, ``hop``,
+            ``window`` and ``normalize`` count.
         sample_rate: Sample rate in Hz.
-        subsampling: Mel rows of an encoder frame: 4 or 8 for a FastConformer, 2 for a Transformer;
-            null for what the encoder of the model needs, and without a model for 8.
+        subsampling: Mel rows of an encoder frame: 4 or 8 for a FastConformer, 2 for a Transformer,
+            1 for samples; null for what the encoder of the model needs, and without a model for 8.
         minimum_s: Seconds that an utterance lasts at least: silence follows a shorter one, and the
             encoder sees it. 30 is what Whisper models were trained with; 0 for none, so that
             nothing is computed but the utterance.
@@ -31,13 +33,13 @@ class FeatureConfig:
         mel_bins: Mel bands from 0 Hz to half the sample rate; for a FastConformer a multiple of
             ``subsampling``.
         n_fft: Points of the Fourier transform.
-        window: Samples of the Hann window, centred in the transform.
-        hop: Samples between two mel rows.
+        window: Samples of the Hann window, centred in the transform, or that a frame reads.
+        hop: Samples between two mel rows, or frames.
         preemphasis: Share of the previous sample that is subtracted; 0 turns it off.
-        normalize: Give each band zero mean and unit variance over each utterance.
+        normalize: Give each band, or the samples, zero mean and unit variance over each utterance.
     """
 
-    kind: Literal["parakeet", "whisper"] = "parakeet"
+    kind: Literal["parakeet", "whisper", "waveform"] = "parakeet"
     sample_rate: int = SAMPLE_RATE
     # Before it could be null it was 8, also where a stored configuration does not have it.
     subsampling: int | None = field(default=None, metadata={"before": 8})
@@ -54,11 +56,11 @@ class FeatureConfig:
         for name in ("sample_rate", "mel_bins", "n_fft", "window", "hop"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
-        if self.kind not in ("parakeet", "whisper"):
-            raise ValueError(f"`kind` must be parakeet or whisper, but is {self.kind!r}.")
+        check_choices(self, kind=("parakeet", "whisper", "waveform"))
         rows = self.rows_per_frame
         rule = "be 4 or 8 (FastConformer) or 2 (Transformer)"
-        check(rows in (2, 4, 8), "subsampling", rule, rows, "leave it out to take the encoder's")
+        known = rows in (2, 4, 8) or self.kind == "waveform"
+        check(known, "subsampling", rule, rows, "leave it out to take the encoder's")
         if rows > 2 and self.mel_bins % rows:
             times = {4: "twice", 8: "three times"}[rows]
             raise ValueError(
@@ -73,6 +75,9 @@ class FeatureConfig:
                 f"`minimum_s` must be 0 for features of kind {self.kind}, whose models hear no "
                 f"silence after an utterance, but is {self.minimum_s}."
             )
+        if self.kind == "waveform":
+            self._check_waveform()
+            return
         rule = f"be at most n_fft = {self.n_fft}"
         check(self.window <= self.n_fft, "window", rule, self.window, "raise `n_fft`")
         most = _MOST_HOPS[rows]
@@ -94,9 +99,19 @@ class FeatureConfig:
                     "`preemphasis` 0 and `normalize` false."
                 )
 
+    def _check_waveform(self) -> None:
+        for name, only in (("subsampling", 1), ("hop", 320), ("window", 400)):
+            if (value := getattr(self, name)) not in (only, None):
+                raise ValueError(
+                    f"`{name}` must be {only} for features of kind waveform, but is {value}: those "
+                    "are the strides and the reach of the encoder's convolutions."
+                )
+
     @property
     def rows_per_frame(self) -> int:
         """Mel rows of an encoder frame: ``subsampling``, or 8 where that is null."""
+        if self.kind == "waveform":
+            return 1
         return 8 if self.subsampling is None else self.subsampling
 
     @property
@@ -104,7 +119,10 @@ class FeatureConfig:
         """Framing, which gives the number of encoder frames of an utterance."""
         minimum = round(self.minimum_s * self.sample_rate)
         plain = Framing(
-            hop=self.hop, subsampling=self.rows_per_frame, causal=self.causal_subsampling
+            hop=self.hop,
+            subsampling=self.rows_per_frame,
+            causal=self.causal_subsampling,
+            margin=self.window - self.hop if self.kind == "waveform" else 0,
         )
         return replace(plain, minimum=plain.frames(minimum))
 

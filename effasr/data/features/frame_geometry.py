@@ -10,8 +10,8 @@ import numpy as np
 SAMPLE_RATE = 16_000
 """Samples per second of every waveform the model sees."""
 
-_SHORT_ROWS = 64
-"""Mel rows of a very short utterance, 0.64 s."""
+_SHORT_SAMPLES = 10_240
+"""Samples of a very short utterance, 0.64 s."""
 
 Count = TypeVar("Count", int, np.ndarray)
 
@@ -28,6 +28,8 @@ class Framing:
     # Whether the convolutions that subsample read no later rows. Frame f then reads the mel rows up
     # to s f, instead of s f + s - 1, and there is one frame more
     causal: bool = False
+    # Samples after its own hop that a frame reads, too: without them there is no frame
+    margin: int = 0
 
     @property
     def samples(self) -> int:
@@ -41,17 +43,22 @@ class Framing:
 
     def sequences(self, frames: int) -> int:
         """Return the utterances that fit into a batch of ``frames``, unless they are very short."""
-        return max(8, -(-frames // max(_SHORT_ROWS // self.subsampling, self.minimum)))
+        return max(8, -(-frames // max(_SHORT_SAMPLES // self.samples, self.minimum, 1)))
+
+    def capacity(self, frames: int, sequences: int) -> int:
+        """Return a number of samples that these frames of so many utterances never exceed."""
+        # An utterance of n frames has fewer samples than n + 1 frames stand for, and the margin.
+        return (frames + sequences) * self.samples + sequences * self.margin
 
     def samples_of(self, frames: int) -> int:
         """Samples of an utterance of so many frames; one of several numbers."""
         if self.causal and frames:
             return max((frames - 1) * self.samples, self.hop)
-        return frames * self.samples
+        return frames * self.samples + self.margin * (frames > 0)
 
     def frames(self, samples: Count) -> Count:
         """Encoder frames of utterances of so many samples at `SAMPLE_RATE`."""
-        rows = samples // self.hop
+        rows = (samples - self.margin) // self.hop
         if self.causal:
             frames = rows
             for _ in range(self.subsampling.bit_length() - 1):

@@ -112,7 +112,7 @@ class LogMel(nn.Module):
             audio: float32 (samples,), at ``config.sample_rate``.
             frames: Layout of the encoder frames: `FeatureConfig.encoder_frames` of each utterance.
         """
-        self._check(audio.layout, frames)
+        check_frames(self.config, audio.layout, frames)
         with torch.autocast(audio.values.device.type, enabled=False):
             values, lengths = self._log_mel(audio, frames), self._lengths(audio.layout, frames)
             spoken = self._spoken(audio.layout, lengths)
@@ -132,16 +132,6 @@ class LogMel(nn.Module):
         if self.config.kind == "whisper":
             return frames.cu_seqlens.long().diff() * self.config.rows_per_frame
         return torch.div(audio.cu_seqlens.long().diff(), self.config.hop, rounding_mode="floor")
-
-    def _check(self, audio: PackedLayout, frames: PackedLayout) -> None:
-        if not (audio.known_on_host and frames.known_on_host):
-            return  # What is compiled or recorded must not depend on lengths.
-        expected = tuple(map(self.config.framing.frames, audio.lengths))
-        if frames.lengths != expected:
-            raise ValueError(
-                f"`frames` must have lengths {_shortened(expected)}, as the audio gives, but has "
-                f"{_shortened(frames.lengths)}: build it with FeatureConfig.encoder_frames."
-            )
 
     def _log_mel(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
         if frames.rows == 0:
@@ -265,6 +255,17 @@ class LogMel(nn.Module):
             runs.append((position, position + slots * slot))
             position += (slots + 1) * slot
         return buffer.unfold(0, config.window, config.hop), runs
+
+
+def check_frames(config: FeatureConfig, audio: PackedLayout, frames: PackedLayout) -> None:
+    if not (audio.known_on_host and frames.known_on_host):
+        return  # What is compiled or recorded must not depend on lengths.
+    expected = tuple(map(config.framing.frames, audio.lengths))
+    if frames.lengths != expected:
+        raise ValueError(
+            f"`frames` must have lengths {_shortened(expected)}, as the audio gives, but has "
+            f"{_shortened(frames.lengths)}: build it with FeatureConfig.encoder_frames."
+        )
 
 
 def _runs_on_host(audio: PackedLayout, frames: PackedLayout) -> bool:

@@ -10,6 +10,7 @@ from effasr.data.tokenizer.base import (
     NoTokenizer,
     Tokenizer,
 )
+from effasr.data.tokenizer.characters import CharacterTokenizer, has_characters
 from effasr.data.tokenizer.chat import ChatTokenizer, has_template
 from effasr.data.tokenizer.hugging_face import (
     TOKENIZER_FILE,
@@ -28,6 +29,7 @@ from effasr.untrusted.documents import WRONG_VALUES
 
 __all__ = [
     "CanaryTokenizer",
+    "CharacterTokenizer",
     "ChatTokenizer",
     "HuggingFaceTokenizer",
     "NeMoTokenizer",
@@ -66,11 +68,16 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     )
 
 
-def load_hugging_face(directory: str | Path) -> HuggingFaceTokenizer:
+def load_hugging_face(
+    directory: str | Path, language: str | None = None
+) -> HuggingFaceTokenizer | CharacterTokenizer:
     """Read the ``tokenizer.json`` of a chat model, a Whisper, a Parakeet or a Canary.
 
-    A chat model has a chat template, and a Parakeet has a blank.
+    A chat model has a chat template, and a Parakeet has a blank. A wav2vec 2.0 has a ``vocab.json``
+    alone, in which MMS has a vocabulary for each ``language``.
     """
+    if has_characters(Path(directory)):
+        return CharacterTokenizer(directory, language)
     path = Path(directory) / TOKENIZER_FILE
     vocabulary = read_tokenizer_json(path).get_vocab(with_added_tokens=True)
     if is_whisper(vocabulary):

@@ -15,17 +15,17 @@ from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import DOCUMENT_BYTES, open_regular, read_bytes, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
-_SETTINGS_FILE = "tokenizer_config.json"
-VOCABULARY_FILE, MERGES_FILE, _ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
+SETTINGS_FILE = "tokenizer_config.json"
+VOCABULARY_FILE, MERGES_FILE, ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
 """Files of older checkpoints instead of ``tokenizer.json``."""
 
 TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 """A token of Whisper's for a time."""
 
 _COMPANIONS = (
-    _SETTINGS_FILE,
+    SETTINGS_FILE,
     "special_tokens_map.json",
-    _ADDED_FILE,
+    ADDED_FILE,
     VOCABULARY_FILE,
     MERGES_FILE,
     "normalizer.json",
@@ -124,11 +124,11 @@ class CanaryTokenizer(HuggingFaceTokenizer):
 
     def _prompt_head(self, folder: Path) -> tuple[str, ...]:
         """Return the tokens before the languages; which model it is stays with the tokenizer."""
-        path, model = folder / _SETTINGS_FILE, folder / "config.json"
+        path, model = folder / SETTINGS_FILE, folder / "config.json"
         settings = read_json_object(path) if path.is_file() else {}
         if model.is_file() and read_json_object(model).get("model_type") == "cohere_asr":
             settings |= {"processor_class": _COHERE}
-            self._files[_SETTINGS_FILE] = json.dumps(settings, indent=2).encode()
+            self._files[SETTINGS_FILE] = json.dumps(settings, indent=2).encode()
         if settings.get("processor_class") != _COHERE:
             return _PROMPT_HEAD
         if _SPACE not in self._vocabulary:
@@ -236,7 +236,7 @@ def _from_vocabulary(folder: Path) -> Any:
         open_regular(folder / name, DOCUMENT_BYTES).close()
     try:
         model = models.BPE.from_file(str(folder / VOCABULARY_FILE), str(folder / MERGES_FILE))
-        added_file = folder / _ADDED_FILE
+        added_file = folder / ADDED_FILE
         added = read_json_object(added_file) if added_file.is_file() else {}
     except BaseException as error:
         raise _unreadable(folder, error) from error
@@ -252,7 +252,7 @@ def _from_vocabulary(folder: Path) -> Any:
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=special)])
         if tokenizer.token_to_id(token) != index:
             raise ValueError(
-                f"{folder / _ADDED_FILE}: the id of {token} must be "
+                f"{folder / ADDED_FILE}: the id of {token} must be "
                 f"{tokenizer.token_to_id(token)}, the next one, but is {index}: take a checkpoint "
                 f"that has {TOKENIZER_FILE}."
             )

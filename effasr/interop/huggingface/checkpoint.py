@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.interop.huggingface import parakeet, whisper
+from effasr.interop.huggingface import parakeet, wav2vec2, whisper
 from effasr.interop.huggingface.ctranslate2 import is_ctranslate2, read_ctranslate2
 from effasr.interop.huggingface.files import (
     Content,
@@ -35,10 +35,12 @@ from effasr.interop.tables import (
 )
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.model.encoder import FastConformerConfig
+from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.untrusted.documents import WRONG_VALUES
 
-CLASSES = {**parakeet.CLASSES, **whisper.CLASSES}
+CLASSES = {**parakeet.CLASSES, **wav2vec2.CLASSES, **whisper.CLASSES}
 """The supported classes by ``model_type``."""
 
 _LOST_OPTIONS = {
@@ -49,15 +51,20 @@ _LOST_OPTIONS = {
 """Training options that Canary and Parakeet do not have."""
 
 
-def import_model(directory: str | Path) -> tuple[ModelConfig, int, dict[str, Tensor]]:
+def import_model(
+    directory: str | Path, language: str | None = None
+) -> tuple[ModelConfig, int, dict[str, Tensor]]:
     """Configuration, vocabulary size and state for `ASRModel`, of a model directory.
 
-    The class is what ``config.json`` names. The weights become float32. The vocabulary size does
+    ``language`` names the adapters of MMS that are read, by default those within the weights. The
+    class is what ``config.json`` names. The weights become float32. The vocabulary size does
     not count a blank, which must be the last class.
     """
     directory = Path(directory)
     try:
         content = _read_content(directory)
+        if language is not None:
+            content = wav2vec2.with_language(content, directory, language)
         class_ = CLASSES[content.config["model_type"]]
         config, vocab_size = class_.read(content)
         shapes = weight_shapes(config, vocab_size)
@@ -97,7 +104,7 @@ def export_model(
     warn_about_options(_lost_options(config, class_.part))
     names = tuple(class_.weights)
     state = {name: value for name, value in model.state_dict().items() if name.startswith(names)}
-    weights = content.weights | export_weights(state, class_.weights)
+    weights = export_weights(state, class_.weights) | content.weights
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -119,6 +126,8 @@ def check_expressible(model: ASRModel) -> None:
 def _model_type(config: ModelConfig) -> str:
     if isinstance(config.encoder, WhisperEncoderConfig):
         return "whisper"
+    if isinstance(config.encoder, Wav2Vec2EncoderConfig):
+        return config.encoder.family
     if config.decoder is not None:
         return "canary" if config.decoder.width == config.encoder.width else "cohere_asr"
     if parakeet.is_streaming_transducer(config):
@@ -132,8 +141,8 @@ def _lost_options(config: ModelConfig, part: str) -> list[str]:
     """The training options that transformers does not have."""
     lost = []
     for name, options in _LOST_OPTIONS.items():
-        # Whispers have these dropouts, and a transducer that is left out loses no options.
-        if isinstance(config.encoder, WhisperEncoderConfig) or (
+        # The others have these dropouts, and a transducer that is left out loses no options.
+        if not isinstance(config.encoder, FastConformerConfig) or (
             name == "transducer" and part != name
         ):
             continue

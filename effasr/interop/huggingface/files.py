@@ -37,6 +37,7 @@ class SpecialTokens:
     bos_id: int = 4
     eos_id: int = 3
     decoder_start_id: int = 7
+    blank_id: int = 0  # Place of the blank among the classes of a wav2vec 2.0
     # Tokens of the tokenizer; generation suppresses further classes. None for the model's classes.
     count: int | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)  # For generation_config.json
@@ -123,20 +124,28 @@ def read_prompt_settings(directory: Path) -> dict[str, Any]:
     return names | {name: value for name, value in settings.items() if value is not None}
 
 
+OF_CHARACTERS = "wav2vec2", "hubert"
+"""Classes whose tokenizer is a vocabulary of characters."""
+
 _BASES = {51_864: "openai/whisper-tiny.en", 51_866: "openai/whisper-large-v3"}
 
 
 def check_tokenizer(directory: Path) -> None:
     """Check that there is a tokenizer, which checkpoints of transformers' Trainer may lack."""
-    if (directory / "tokenizer.json").is_file() or all(
-        (directory / name).is_file() for name in ("vocab.json", "merges.txt")
-    ):
+    mapping = read_json_object(directory / "config.json")
+    alone = mapping.get("model_type") in OF_CHARACTERS
+    parts = ("vocab.json",) if alone else ("vocab.json", "merges.txt")
+    if (directory / "tokenizer.json").is_file() or all((directory / x).is_file() for x in parts):
         return
+    if alone:
+        raise ValueError(
+            f"{directory / 'vocab.json'}: there is no such file: copy it and tokenizer_config.json "
+            "from the model that was fine-tuned with CTC, as one that was only pretrained has none."
+        )
     missing = f"{directory / 'tokenizer.json'}: there is no such file."
     for folder in (directory.parent, *sorted(directory.parent.glob("checkpoint-*"))):
         if (folder / "tokenizer.json").is_file():
             raise ValueError(f"{missing} Copy that of {folder}, if it is of the same model.")
-    mapping = read_json_object(directory / "config.json")
     base = str(mapping.get("_name_or_path"))
     if mapping.get("model_type") == "whisper" and not base.startswith("openai/whisper-"):
         # All sizes have one tokenizer, but for English-only models and the third version.

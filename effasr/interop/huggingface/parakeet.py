@@ -314,7 +314,7 @@ def _write_canary(model: ASRModel, tokens: SpecialTokens) -> Content:
     }
     # transformers' output layer always has a bias, and Cohere's model always a table of positions.
     bias = "log_softmax.mlp.layer0.bias" if is_cohere else "proj_out.bias"
-    weights = {bias: torch.zeros(model.vocab_size)}
+    weights = {} if decoder.output_bias else {bias: torch.zeros(model.vocab_size)}
     if is_cohere and decoder.positions == "sinusoidal":
         table = decoder_sinusoids(torch.arange(decoder.max_positions), decoder.width)
         weights[_POSITIONS] = table

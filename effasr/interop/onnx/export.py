@@ -25,6 +25,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.streaming_encoder import check_features
 from effasr.model.transducer import Transducer
+from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr_kernels import Context
 
 _GRAPHS = ("encoder.onnx", "encoder_step.onnx", "decoder_step.onnx", "predictor.onnx", "joint.onnx")
@@ -96,7 +97,8 @@ def export_onnx(
 
 
 def refuse_context(encoder: object, framework: str) -> None:
-    """Check that an encoder sees whole utterances."""
+    """Check that an encoder reads features, and sees whole utterances."""
+    refuse(framework, {"encoder.kind=wav2vec2": isinstance(encoder, Wav2Vec2EncoderConfig)})
     if isinstance(encoder, FastConformerConfig):
         names = ("context", "causal_convolution", "causal_subsampling")
         refuse(framework, {f"encoder.{name}": bool(getattr(encoder, name)) for name in names})

@@ -1,0 +1,72 @@
+"""Samples of packed audio in slots, for encoders whose convolutions read the waveform."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr.data.features.config import FeatureConfig
+from effasr.data.features.log_mel import check_frames
+from effasr.data.features.segments import segment_sum
+from effasr_kernels import PackedLayout, PackedSequence
+
+SPARE_SLOTS = 2
+"""Slots after those of an utterance's frames: its last frame reads beyond them, and so many samples
+may follow that are no frame, but count for its mean and variance."""
+
+_NORM_EPS = 1e-7
+
+
+@dataclass(frozen=True)
+class SampleFrames:
+    """Samples in slots of one hop: an utterance of n frames has n + `SPARE_SLOTS` slots."""
+
+    values: Tensor  # float32 (slots, hop); zero after the samples of an utterance
+    layout: PackedLayout  # Layout of the encoder frames, T rows
+    lengths: Tensor  # int64 (N,), samples of each utterance
+
+    @property
+    def slots(self) -> PackedLayout:
+        return self.layout.lengthened(SPARE_SLOTS)
+
+
+class Samples(nn.Module):
+    """Samples of each utterance, with zero mean and unit variance if they are normalized.
+
+    Equal to transformers' ``Wav2Vec2FeatureExtractor`` of each utterance alone.
+    """
+
+    def __init__(self, config: FeatureConfig):
+        super().__init__()
+        self.config = config
+
+    @torch.no_grad()
+    def forward(self, audio: PackedSequence, frames: PackedLayout) -> SampleFrames:
+        """Lay out float32 (samples,) at ``config.sample_rate``; ``frames`` as for `LogMel`."""
+        check_frames(self.config, audio.layout, frames)
+        lengths = audio.layout.cu_seqlens.long().diff()
+        result = SampleFrames(audio.values, frames, lengths)
+        slots, hop = result.slots, self.config.hop
+        ids = slots.sequence_ids()
+        step = torch.arange(hop, device=ids.device)
+        position = slots.positions()[:, None] * hop + step
+        outside = position >= F.pad(lengths, (0, 1))[ids][:, None]
+        # One sample of silence follows the last.
+        source = position + audio.layout.cu_seqlens[ids][:, None]
+        source = source.masked_fill_(outside, audio.layout.rows)
+        values = F.pad(audio.values, (0, 1)).index_select(0, source.flatten()).view(-1, hop)
+        if self.config.normalize:
+            count = lengths.clamp(min=1)
+            mean = segment_sum(values.sum(1), slots) / count
+            values = (values - _of_slots(mean, ids)).masked_fill_(outside, 0.0)
+            variance = segment_sum(values.square().sum(1), slots) / count
+            values *= (_of_slots(variance, ids) + _NORM_EPS).rsqrt()
+        return SampleFrames(values, frames, lengths)
+
+
+def _of_slots(values: Tensor, ids: Tensor) -> Tensor:
+    """Give each slot the value of its utterance: (N,) to (slots, 1)."""
+    return F.pad(values, (0, 1))[ids][:, None]

@@ -1,0 +1,209 @@
+"""``Wav2Vec2ForCTC`` and ``HubertForCTC``, such as wav2vec2-base-960h, XLS-R, MMS and HuBERT.
+
+The blank is the padding token, whose number moves behind the others. The weight norm of the
+convolution for positions is multiplied out; it is written as a norm that changes nothing. Of MMS
+the adapters of one language are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from effasr.checks import check
+from effasr.data.features.config import FeatureConfig
+from effasr.interop.huggingface.files import Content, ModelClass, SpecialTokens, read_weights
+from effasr.interop.tables import Renames, Section, integer, number, one_of, refuse, switch
+from effasr.model.asr import ASRModel
+from effasr.model.config import ModelConfig
+from effasr.model.wav2vec2_encoder import KERNELS, STRIDES, Wav2Vec2EncoderConfig
+
+_log = logging.getLogger(__name__)
+
+_LAYERS = len(KERNELS)
+
+
+def _channels(where: str, value: Any) -> int:
+    rule = f"be one number {_LAYERS} times, as all convolutions have as many channels here"
+    check(isinstance(value, list) and value == value[:1] * _LAYERS, where, rule, value)
+    return integer(where, value[0])
+
+
+_ENCODER = Section(
+    {
+        "width": ("hidden_size", 768, integer),
+        "layers": ("num_hidden_layers", 12, integer),
+        "heads": ("num_attention_heads", 12, integer),
+        "feed_forward": ("intermediate_size", 3072, integer),
+        "channels": ("conv_dim", [512] * _LAYERS, _channels),
+        "convolution_norm": ("feat_extract_norm", "group", one_of("group", "layer")),
+        "convolution_bias": ("conv_bias", False, switch),
+        "position_kernel": ("num_conv_pos_embeddings", 128, integer),
+        "position_groups": ("num_conv_pos_embedding_groups", 16, integer),
+        "pre_norm": ("do_stable_layer_norm", False, switch),
+        "adapter": ("adapter_attn_dim", None),
+        "input_dropout": ("hidden_dropout", 0.1, number),
+        "residual_dropout": ("hidden_dropout", 0.1, number),
+        "activation_dropout": ("activation_dropout", 0.1, number),
+        "attention_dropout": ("attention_dropout", 0.1, number),
+    },
+    constants={
+        "hidden_act": "gelu",
+        "feat_extract_activation": "gelu",
+        "layer_norm_eps": 1e-5,
+        "conv_kernel": list(KERNELS),
+        "conv_stride": list(STRIDES),
+        "add_adapter": False,
+    },
+    # transformers has the embedding of masked frames only where this is not 0.
+    written={"mask_time_prob": 0.05, "layerdrop": 0.0, "final_dropout": 0.0},
+    training={"feat_proj_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0},
+)
+_HUBERT = Section(constants={"conv_pos_batch_norm": False, "feat_proj_layer_norm": True})
+_FEATURES = Section(
+    {"sample_rate": ("sampling_rate", 16_000), "normalize": ("do_normalize", True, switch)},
+    constants={"feature_size": 1},
+)
+
+_QKV = tuple(f".attention.{x}_proj." for x in "qkv")
+_POSITIONS = "encoder.pos_conv_embed.conv."
+_NORM_PARTS = (
+    ("parametrizations.weight.original0", "parametrizations.weight.original1"),
+    ("weight_g", "weight_v"),
+)
+"""Length and direction of the weight of the convolution for positions, now and before."""
+
+_HEAD, _MASK = "lm_head.", "masked_spec_embed"
+_PRETRAINING = "quantizer.", "project_q.", "project_hid."
+
+
+def _names(family: str) -> Renames:
+    return {
+        "encoder.": (
+            ("encoder.mask_embedding", f"{family}.{_MASK}"),
+            ("encoder.stem.convolutions.", f"{family}.feature_extractor.conv_layers."),
+            ("encoder.stem.norm.", f"{family}.feature_projection.layer_norm."),
+            ("encoder.stem.", f"{family}.feature_projection."),
+            ("encoder.positions.conv.weight", f"{family}.{_POSITIONS}{_NORM_PARTS[0][1]}"),
+            ("encoder.positions.", f"{family}.encoder.pos_conv_embed."),
+            ("encoder.input_norm.", f"{family}.encoder.layer_norm."),
+            ("encoder.norm.", f"{family}.encoder.layer_norm."),
+            ("encoder.layers.", f"{family}.encoder.layers."),
+            (".norm_self_att.", ".layer_norm."),
+            (".norm_feed_forward.", ".final_layer_norm."),
+            (".norm_adapter.", ".adapter_layer.norm."),
+            (".norm.", ".layer_norm."),
+            (".self_attn.qkv_proj.", _QKV),
+            (".self_attn.o_proj.", ".attention.out_proj."),
+            (".feed_forward.linear1.", ".feed_forward.intermediate_dense."),
+            (".feed_forward.linear2.", ".feed_forward.output_dense."),
+            (".adapter.linear", ".adapter_layer.linear_"),
+        ),
+        "ctc_head.": (("ctc_head.", _HEAD),),
+    }
+
+
+def _read(family: str, content: Content) -> tuple[ModelConfig, int]:
+    mapping, weights = content.config, content.weights
+    unused: list[str] = []
+    fields, _ = _ENCODER.read("config", mapping, unused)
+    _HUBERT.read("config", mapping)
+    if mapping.get("apply_spec_augment", True) and mapping.get("mask_time_prob", 0.05):
+        unused.append("apply_spec_augment (`model.spec_augment` is ours)")
+    if unused:
+        _log.warning("Options of training are not used here: %s.", ", ".join(unused))
+    if not fields["pre_norm"]:
+        fields["adapter"] = None  # transformers has none in such layers
+    encoder = Wav2Vec2EncoderConfig(family=family, **fields)  # pyright: ignore[reportArgumentType]
+    features, _ = _FEATURES.read("preprocessor_config", content.preprocessor)
+    classes = integer("config.vocab_size", mapping.get("vocab_size", 32))
+    blank = integer("config.pad_token_id", mapping.get("pad_token_id", 0))
+    rule = f"be in the vocabulary of {classes}, as it is the blank"
+    check(0 <= blank < classes, "pad_token_id", rule, blank)
+    for name in [name for name in weights if name.startswith(_PRETRAINING)]:
+        del weights[name]
+    _multiply_out(weights, f"{family}.{_POSITIONS}")
+    weights.setdefault(f"{family}.{_MASK}", torch.zeros(encoder.width))
+    order = [*range(blank), *range(blank + 1, classes), blank]
+    for name, index in {"weight": (order, ..., None), "bias": (order,)}.items():
+        head = weights.get(f"{_HEAD}{name}")
+        if head is None or len(head) != classes:
+            raise ValueError(
+                f"`{_HEAD}{name}` must have the {classes} rows of `vocab_size`, but "
+                f"{'is missing' if head is None else f'has {len(head)}'}: take a model that was "
+                "fine-tuned with CTC."
+            )
+        weights[f"{_HEAD}{name}"] = head[index]
+    config = ModelConfig(
+        features=FeatureConfig(kind="waveform", hop=320, window=400, **features),
+        encoder=encoder,
+        decoder=None,
+        ctc=True,
+    )
+    return config, classes - 1
+
+
+def _multiply_out(weights: dict[str, Tensor], positions: str) -> None:
+    for parts in _NORM_PARTS:
+        length, direction = (weights.pop(positions + part, None) for part in parts)
+        if length is not None and direction is not None:
+            direction = direction.double()
+            norm = direction.norm(dim=(0, 1), keepdim=True)
+            weights[positions + _NORM_PARTS[0][1]] = length.double() * direction / norm
+
+
+def with_language(content: Content, directory: Path, language: str) -> Content:
+    """Put the adapters and the head of a language of MMS in place of those of the model."""
+    files = [f"adapter.{language}.safetensors", f"adapter.{language}.bin"]
+    if not any((directory / name).is_file() for name in files):
+        languages = sorted({path.name.split(".")[1] for path in directory.glob("adapter.*.*")})
+        known = f"be {' or '.join(languages)}" if languages else "be left out"
+        rule = f"{known} for {directory}, whose adapters are there"
+        remedy = f"`hf download MODEL {files[0]} --local-dir {directory}` fetches others"
+        check(False, "--language", rule, language, remedy)
+    weights = {**content.weights, **read_weights(directory, files)}
+    config = {**content.config, "vocab_size": len(weights[f"{_HEAD}bias"])}
+    return replace(content, config=config, weights=weights)
+
+
+def _write(family: str, model: ASRModel, tokens: SpecialTokens) -> Content:
+    encoder, head, blank = model.config.encoder, model.ctc_head, tokens.blank_id
+    assert isinstance(encoder, Wav2Vec2EncoderConfig)
+    refuse("transformers", {"decoder or transducer after wav2vec 2.0": head is None})
+    assert head is not None
+    check(0 <= blank <= model.vocab_size, "blank_id", "be a class of the model", blank)
+    last = model.vocab_size
+    order = [*range(blank), last, *range(blank, last)]
+    fields: Mapping[str, Any] = {
+        "model_type": family,
+        **_ENCODER.write(encoder, conv_dim=[encoder.channels] * _LAYERS),
+        **(_HUBERT.write() if family == "hubert" else {}),
+        "vocab_size": last + 1,
+        "pad_token_id": blank,
+    }
+    preprocessor = {
+        "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+        **_FEATURES.write(model.config.features),
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "return_attention_mask": encoder.convolution_norm == "layer",
+    }
+    weight = model.encoder.get_parameter("positions.conv.weight").detach().double().cpu()
+    length = weight.norm(dim=(0, 1), keepdim=True).float()
+    weights = {f"{family}.{_POSITIONS}{_NORM_PARTS[0][0]}": length}
+    for name, value in head.named_parameters():
+        weights[f"{_HEAD}{name}"] = value.detach().float().cpu()[order]
+    return Content(fields, preprocessor, weights=weights)
+
+
+CLASSES = {
+    family: ModelClass(name, "ctc", _names(family), partial(_read, family), partial(_write, family))
+    for family, name in {"wav2vec2": "Wav2Vec2ForCTC", "hubert": "HubertForCTC"}.items()
+}

@@ -1,0 +1,266 @@
+"""The encoder of wav2vec 2.0 and its kin over packed utterances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from effasr import ranges
+from effasr.checks import check, check_choices, check_dropouts, check_positive
+from effasr.data.features.log_mel import MelFrames
+from effasr.data.features.samples import SPARE_SLOTS, SampleFrames
+from effasr.data.features.segments import segment_sum
+from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
+from effasr.nn.parameters import touch_unused_parameters
+from effasr.nn.residual import normalized, residual_stream
+from effasr.nn.stack import run_layers
+from effasr.nn.transformer_layer import TransformerLayer
+from effasr_kernels import PackedLayout, PackedSequence
+
+KERNELS, STRIDES = (10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)
+"""Of the convolutions, in samples of what each reads: 400 samples make a frame, each 320."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wav2Vec2EncoderConfig:
+    """Seven convolutions over the waveform, a convolution for positions, and a Transformer.
+
+    It reads features of kind waveform. The defaults are those of wav2vec2-base; MMS, XLS-R and
+    wav2vec2-large have ``convolution_norm: layer`` and ``pre_norm: true``. SpecAugment
+    (``model.spec_augment``) hides frames and channels of what the convolutions make.
+
+    Attributes:
+        kind: Distinguishes it from the other encoders.
+        family: The classes of transformers that it is read from and written as; one function.
+        width: Channels of the encoder frames.
+        layers: Transformer layers.
+        heads: Attention heads; they divide the width.
+        feed_forward: Channels inside a feed-forward network.
+        channels: Channels of the convolutions over the waveform.
+        convolution_norm: ``group`` normalizes the first convolution, each channel over the
+            utterance; ``layer`` each convolution, over the channels of a row.
+        convolution_bias: Whether these convolutions have biases.
+        position_kernel: Frames that the convolution for positions reads, even.
+        position_groups: Groups of its channels; they divide the width.
+        pre_norm: Whether the norms precede the modules of a layer, or follow them.
+        adapter: Channels of the adapter in each layer, such as MMS has for a language; null for
+            none.
+        input_dropout: Dropout of the input of the first layer.
+        residual_dropout: Dropout of the output of each module, before it is added.
+        activation_dropout: Inside the feed-forward networks.
+        attention_dropout: Dropout of attention weights.
+    """
+
+    kind: Literal["wav2vec2"] = "wav2vec2"
+    family: Literal["wav2vec2", "hubert"] = "wav2vec2"
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    feed_forward: int = 3072
+    channels: int = 512
+    convolution_norm: Literal["group", "layer"] = "group"
+    convolution_bias: bool = False
+    position_kernel: int = 128
+    position_groups: int = 16
+    pre_norm: bool = False
+    adapter: int | None = None
+    input_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choices(
+            self,
+            kind=("wav2vec2",),
+            family=("wav2vec2", "hubert"),
+            convolution_norm=("group", "layer"),
+        )
+        check_positive(self, "width", "layers", "heads", "feed_forward", "channels")
+        check_positive(self, "position_kernel", "position_groups")
+        check_dropouts(self)
+        kernel = self.position_kernel
+        check(kernel % 2 == 0, "position_kernel", "be even", kernel)
+        rule = f"be a multiple of heads = {self.heads} and position_groups = {self.position_groups}"
+        divided = self.width % self.heads == self.width % self.position_groups == 0
+        check(divided, "width", rule, self.width)
+        if self.adapter is not None:
+            check(self.adapter >= 1, "adapter", "be at least 1 or null", self.adapter)
+            check(self.pre_norm, "adapter", "be null without `pre_norm`", self.adapter)
+
+    @property
+    def subsampling(self) -> int:
+        return 1
+
+    @property
+    def max_frames(self) -> None:
+        """None: its positions have no end."""
+
+    @property
+    def bias(self) -> bool:
+        return True
+
+
+class SampleConvolution(nn.Module):
+    """A convolution over time without padding, a norm, and GELU, with channels last."""
+
+    def __init__(self, inputs: int, channels: int, layer: int, norm: str | None, *, bias: bool):
+        super().__init__()
+        self.stride = STRIDES[layer]
+        self.conv = nn.Conv1d(inputs, channels, KERNELS[layer], stride=self.stride, bias=bias)
+        # Its parameters alone are used where the mean is that of an utterance.
+        self.norm = None if norm is None else nn.LayerNorm(channels)
+        self.is_grouped = norm == "group"
+
+    def forward(self, x: Tensor, frames: SampleFrames) -> Tensor:
+        """Convolve (R, C in) to (R / stride, C out); rows that read another utterance are unused.
+
+        Every utterance begins at a multiple of all strides, so one product serves all.
+        """
+        weight, stride = self.conv.weight, self.stride
+        blocks = x.reshape(-1, stride * x.shape[1])
+        if more := (weight.shape[2] - stride) * x.shape[1]:
+            following = F.pad(blocks[1:, :more], (0, 0, 0, 1))[: len(blocks)]
+            blocks = torch.cat([blocks, following], 1)
+        # Taps come before channels; a linear layer for autocast.
+        y = F.linear(blocks, weight.transpose(1, 2).flatten(1), self.conv.bias)
+        if self.norm is not None:
+            y = self._over_time(y, self.norm, frames) if self.is_grouped else self.norm(y)
+        return F.gelu(y)
+
+    def _over_time(self, y: Tensor, norm: nn.LayerNorm, frames: SampleFrames) -> Tensor:
+        """Normalize each channel over the rows of an utterance, also those that no frame reads."""
+        slots = frames.slots
+        ids, rows = slots.sequence_ids(), y.float().unflatten(0, (slots.rows, -1))
+        lengths = (frames.lengths - KERNELS[0]).div(STRIDES[0], rounding_mode="floor") + 1
+        count = lengths.clamp(min=1)[:, None]
+        step = torch.arange(rows.shape[1], device=y.device)
+        position = slots.positions()[:, None] * rows.shape[1] + step
+        real = (position < F.pad(lengths, (0, 1))[ids][:, None])[..., None]
+
+        def mean(values: Tensor) -> Tensor:
+            total = segment_sum((values * real).sum(1), slots) / count
+            return F.pad(total, (0, 0, 0, 1))[ids][:, None]
+
+        centred = rows - mean(rows)
+        scale = (mean(centred.square()) + norm.eps).rsqrt()
+        return (centred * scale * norm.weight + norm.bias).flatten(0, 1).to(y.dtype)
+
+
+class SampleStem(nn.Module):
+    """The convolutions over the waveform, and the projection of their channels."""
+
+    def __init__(self, config: Wav2Vec2EncoderConfig):
+        super().__init__()
+        channels, grouped = config.channels, config.convolution_norm == "group"
+        self.convolutions = nn.ModuleList(
+            SampleConvolution(
+                channels if layer else 1,
+                channels,
+                layer,
+                None if grouped and layer else config.convolution_norm,
+                bias=config.convolution_bias,
+            )
+            for layer in range(len(KERNELS))
+        )
+        self.norm = nn.LayerNorm(channels)
+        self.projection = nn.Linear(channels, config.width)
+
+    def forward(self, frames: SampleFrames) -> Tensor:
+        """Turn samples into (T, width); rows of the tail are finite."""
+        x = frames.values.reshape(-1, 1).to(self.projection.weight.dtype)
+        for convolution in self.convolutions:
+            x = convolution(x, frames)
+        x = x.index_select(0, _places(frames.layout, SPARE_SLOTS))
+        return self.projection(self.norm(x))
+
+
+class PositionConvolution(nn.Module):
+    """A convolution of groups of channels over the frames around each frame, before GELU."""
+
+    def __init__(self, width: int, kernel: int, groups: int):
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, kernel, groups=groups)
+        self.gap = kernel // 2
+
+    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Transform (T, width), with zeros beyond the ends of each utterance."""
+        places = _places(layout, self.gap)
+        size = layout.rows + (layout.num_sequences + 2) * self.gap
+        # The zeros between two utterances are as many as a frame reads to one side.
+        spread = x.new_zeros(size, x.shape[1]).index_copy(0, places + self.gap, x)
+        y = self.conv(spread.T[None])[0].T
+        return F.gelu(y.index_select(0, places))
+
+
+class Wav2Vec2Encoder(nn.Module):
+    """transformers' ``Wav2Vec2Model``, or ``HubertModel``, of each utterance alone."""
+
+    def __init__(
+        self,
+        config: Wav2Vec2EncoderConfig,
+        masking: SpecAugmentConfig | None = None,
+        *,
+        residual_in_fp32: bool = True,
+    ):
+        super().__init__()
+        self.config, self.residual_in_fp32 = config, residual_in_fp32
+        self.masking = SpecAugmentConfig() if masking is None else masking
+        width = config.width
+        self.stem = SampleStem(config)
+        self.mask_embedding = nn.Parameter(torch.empty(width))
+        self.positions = PositionConvolution(width, config.position_kernel, config.position_groups)
+        self.input_norm = None if config.pre_norm else nn.LayerNorm(width)
+        self.layers = nn.ModuleList(
+            TransformerLayer.of(
+                config,
+                width,
+                activation="gelu",
+                post_norm=not config.pre_norm,
+                adapter=config.adapter,
+            )
+            for _ in range(config.layers)
+        )
+        self.norm = nn.LayerNorm(width) if config.pre_norm else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.mask_embedding)
+
+    def forward(self, frames: SampleFrames) -> PackedSequence:
+        """Encode samples into (T, width); rows of the tail are finite."""
+        layout, config = frames.layout, self.config
+        with ranges.range("subsampling"):
+            x = self.stem(frames)
+        if self.training:
+            x = self._masked(x, layout)
+        x = x + self.positions(x, layout)
+        if self.input_norm is not None:
+            x = normalized(x, self.input_norm)
+        x = F.dropout(x, config.input_dropout, self.training)
+        x = residual_stream(x, in_fp32=self.residual_in_fp32)
+        x = run_layers(self.layers, "encoder", x, layout, layout)
+        return PackedSequence(x if self.norm is None else normalized(x, self.norm), layout)
+
+    def _masked(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Put the mask embedding in place of some frames, and zeros in place of some channels."""
+        lengths = layout.cu_seqlens.long().diff()
+        shown = MelFrames(torch.ones_like(x, dtype=torch.float32), layout, lengths, 1)
+        if self.masking.freq_masks:
+            x = x * spec_augment(shown, replace(self.masking, time_masks=0)).to(x.dtype)
+        if not self.masking.time_masks:
+            # The processes of a group wait for its gradient.
+            return touch_unused_parameters(x, [self.mask_embedding])
+        shown = shown.with_values(shown.values[:, :1])
+        visible = spec_augment(shown, replace(self.masking, freq_masks=0)) > 0
+        return torch.where(visible, x, self.mask_embedding.to(x.dtype))
+
+
+def _places(layout: PackedLayout, spare: int) -> Tensor:
+    """Where each row is if so many rows follow every utterance: int64 (T,)."""
+    rows = torch.arange(layout.rows, device=layout.device)
+    return rows + spare * layout.sequence_ids()

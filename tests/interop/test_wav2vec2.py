@@ -1,0 +1,291 @@
+"""transformers' wav2vec 2.0 and HuBERT, with random weights, are the oracle of ours."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from effasr.data.batch import StaticShape
+from effasr.data.collate import Example, collate
+from effasr.data.features.spec_augment import SpecAugmentConfig
+from effasr.data.tokenizer import CharacterTokenizer, load_tokenizer
+from effasr.interop.huggingface.checkpoint import CLASSES, export_model, import_model
+from effasr.interop.huggingface.files import SpecialTokens
+from effasr.interop.tables import export_weights
+from effasr.model.asr import ASRModel
+from effasr.model.wav2vec2_encoder import Wav2Vec2Encoder
+
+transformers = pytest.importorskip("transformers")
+
+LETTERS = ["|", *"ETAONIHSRDLUMWCFGYPBVK'XJQZ", "É"]
+VOCABULARY = {token: n for n, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *LETTERS])}
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+    "vocab_size": len(VOCABULARY), "layerdrop": 0.0,
+    **{f"{x}_dropout": 0.0 for x in ("hidden", "activation", "attention", "feat_proj", "final")},
+}  # fmt: skip
+LARGE = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
+KINDS = {
+    "base": ("wav2vec2", {}),
+    "large": ("wav2vec2", {**LARGE, "mask_time_prob": 0.0, "pad_token_id": len(VOCABULARY) - 1}),
+    "mms": ("wav2vec2", {**LARGE, "adapter_attn_dim": 6}),
+    "hubert": ("hubert", {"conv_bias": True}),
+}
+UNKNOWN = {"__type": "AddedToken", "content": "[UNK]"}
+SAMPLES = 14_005, 2_719, 399, 8_000, 3_000, 400
+"""One is too short for a frame; others have samples after their last one."""
+
+
+def make_wav2vec2(folder, kind):
+    family, options = KINDS[kind]
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    configuration = {"wav2vec2": transformers.Wav2Vec2Config, "hubert": transformers.HubertConfig}
+    config = configuration[family](**SIZES, **options)
+    model = getattr(transformers, CLASSES[family].name)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        # So that it says different things, and no special token.
+        model.lm_head.weight.mul_(8)
+        model.lm_head.bias[[1, 2, 3]] = -100.0
+    model.save_pretrained(folder)
+    extractor_of(model).save_pretrained(folder)
+    write_tokenizer(folder, dict(VOCABULARY))
+    return model
+
+
+def write_tokenizer(folder, vocabulary, **settings):
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    settings = {"tokenizer_class": "Wav2Vec2CTCTokenizer", "pad_token": "<pad>", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def extractor_of(model):
+    masked = model.config.feat_extract_norm == "layer"
+    return transformers.Wav2Vec2FeatureExtractor(return_attention_mask=masked)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(kind, tmp_path_factory):
+    return tmp_path_factory.mktemp("theirs")
+
+
+@pytest.fixture(scope="module")
+def theirs(kind, directory):
+    return make_wav2vec2(directory, kind)
+
+
+@pytest.fixture
+def ours(theirs, directory):
+    return ASRModel.from_state_dict(*import_model(directory)).eval()
+
+
+def spoken(samples=SAMPLES):
+    random = np.random.default_rng(0)
+    return [
+        Example(
+            id=str(number),
+            # Neither mean nor loudness is that of the others.
+            audio=((number + 1) * 0.1 * random.standard_normal(count) + 0.2 * number).astype("f4"),
+            prompt=[1],
+            text=random.integers(3, 20, min(3, count // 1_000)).tolist(),
+        )
+        for number, count in enumerate(samples)
+    ]
+
+
+def batch_of(model, examples, *, static=True):
+    framing = model.config.features.framing
+    shape = StaticShape(frame_budget=110, token_budget=60, max_sequences=8, framing=framing)
+    framed = None if static else framing
+    return collate(examples, shape if static else None, eos_id=1, pad_id=0, framing=framed)
+
+
+def their_logits(model, example):
+    """Of an utterance alone, with the classes in our order."""
+    values = extractor_of(model)(example.audio, sampling_rate=16_000, return_tensors="pt")
+    logits, blank = model(values.input_values).logits[0], model.config.pad_token_id
+    return torch.cat([logits[:, :blank], logits[:, blank + 1 :], logits[:, blank, None]], 1)
+
+
+def assert_same(actual, expected, name):
+    assert actual.shape == expected.shape, name
+    error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-2)
+    assert error < 1e-4, f"{name}: relative error {error:.2g}"
+
+
+def test_a_packed_batch_gives_the_same_logits_loss_and_gradients(theirs, ours, kind):
+    examples = spoken()
+    batch = batch_of(ours, examples)
+    logits = ours.ctc_logits(ours.encode(batch).values)
+    assert logits.isfinite().all()
+    expected, blank = [], ours.vocab_size
+    for number, example in enumerate(examples):
+        begin, end = batch.frames.cu_seqlens_host[number : number + 2]
+        if end > begin:
+            result = their_logits(theirs, example)
+            assert_same(logits[begin:end], result, f"logits of {example.id}")
+            labels, length = torch.tensor([example.text]), torch.tensor([len(result)])
+            scores, count = result.log_softmax(-1)[:, None], torch.tensor([labels.shape[1]])
+            options = {"blank": blank, "reduction": "sum"}
+            expected.append(F.ctc_loss(scores, labels, length, count, **options))
+    theirs.zero_grad()
+    torch.stack(expected).sum().backward()
+    loss = ours(batch).ctc.sum()
+    loss.backward()
+    assert_same(loss.detach(), torch.stack(expected).sum().detach(), "loss")
+    names = {name: x.grad for name, x in ours.named_parameters() if name.startswith("encoder.")}
+    # The weight of positions is a product in their model, and no frame is masked.
+    del names["encoder.positions.conv.weight"], names["encoder.mask_embedding"]
+    gradients = export_weights(names, CLASSES[KINDS[kind][0]].weights)
+    largest = max(float(x.abs().max()) for x in gradients.values())
+    for name, parameter in theirs.named_parameters():
+        if name in gradients:
+            error = (gradients[name] - parameter.grad).abs().max()
+            assert error < 1e-4 * max(float(parameter.grad.abs().max()), 1e-2 * largest), name
+
+
+def test_an_utterance_reads_no_other_and_no_tail(ours):
+    examples = spoken()
+    whole = ours.encode(batch_of(ours, examples))
+    for number, example in enumerate(examples):
+        alone = ours.encode(batch_of(ours, [example], static=False)).values
+        begin, end = whole.layout.cu_seqlens_host[number : number + 2]
+        torch.testing.assert_close(whole.values[begin:end], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_spec_augment_hides_frames_and_channels(ours):
+    batch = batch_of(ours, spoken())
+    plain = ours.encode(batch).values
+    encoder = ours.encoder
+    assert isinstance(encoder, Wav2Vec2Encoder)
+    encoder.masking = SpecAugmentConfig(time_masks=2, time_width=0.5, freq_masks=1, freq_width=8)
+    assert torch.equal(ours.encode(batch).values, plain)
+    ours.train()
+    first, second = (ours.encode(batch).values for _ in range(2))
+    assert not torch.equal(first, second)
+    ours(batch).ctc.sum().backward()
+    assert encoder.mask_embedding.grad is not None
+    assert encoder.mask_embedding.grad.abs().max() > 0
+    encoder.masking = SpecAugmentConfig()
+    assert torch.equal(ours.encode(batch).values, plain)
+    ours.zero_grad(set_to_none=True)
+    ours(batch).ctc.sum().backward()
+    # The processes of a group wait for every gradient.
+    assert all(parameter.grad is not None for parameter in ours.parameters())
+
+
+def test_what_is_exported_is_loaded_with_the_same_transcripts(theirs, ours, kind, tmp_path):
+    family, _ = KINDS[kind]
+    blank = theirs.config.pad_token_id
+    assert export_model(ours, tmp_path, SpecialTokens(blank_id=blank)) == CLASSES[family].name
+    loader = getattr(transformers, CLASSES[family].name)
+    again, report = loader.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    for example in spoken((14_005, 2_719)):
+        assert_same(their_logits(again.eval(), example), their_logits(theirs, example), example.id)
+    config, vocabulary, state = import_model(tmp_path)
+    assert (config, vocabulary) == (ours.config, ours.vocab_size)
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6, msg=name)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
+    assert extractor.to_dict() == extractor_of(theirs).to_dict()
+
+
+def test_weights_of_older_versions_are_the_same(tmp_path):
+    model = make_wav2vec2(tmp_path, "base")
+    expected = import_model(tmp_path)[2]
+    weights = model.state_dict()
+    for now, before in (("original0", "weight_g"), ("original1", "weight_v")):
+        name = f"wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.{now}"
+        weights[name.replace(f"parametrizations.weight.{now}", before)] = weights.pop(name)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    state = import_model(tmp_path)[2]
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"do_lower_case": True},
+        {
+            "pad_token": "[PAD]",
+            "unk_token": UNKNOWN,
+            "word_delimiter_token": " ",
+        },
+    ],
+)
+def test_texts_are_those_of_their_tokenizer(tmp_path, settings):
+    renamed = {"[PAD]": "<pad>", "[UNK]": "<unk>", " ": "|"} if len(settings) > 1 else {}
+    names = {before: now for now, before in renamed.items()}
+    vocabulary = {names.get(token, token): number for token, number in VOCABULARY.items()}
+    write_tokenizer(tmp_path, {**vocabulary, "ING": len(vocabulary)}, **settings)
+    theirs = transformers.Wav2Vec2CTCTokenizer.from_pretrained(tmp_path)
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    ours = load_tokenizer(tmp_path / "saved")
+    assert isinstance(ours, CharacterTokenizer)
+    assert (ours.blank, ours.vocab_size) == (theirs.pad_token_id, len(vocabulary))
+    # transformers loses a space beside a token of several characters.
+    for text in ("hello world", "SINGINGS IN THE RAIN", "café Ω"):
+        expected = theirs(text.upper()).input_ids
+        ids = ours.encode(text, "en")
+        assert [number + 1 for number in ids] == expected
+        assert ours.count_unknown(ids) == text.count("Ω")
+        told = theirs.decode(expected, group_tokens=False)
+        assert ours.decode(ids) == told.replace(theirs.unk_token, "").strip()
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again.get_vocab() == theirs.get_vocab()
+
+
+def test_a_language_of_mms_is_read(tmp_path):
+    model = make_wav2vec2(tmp_path, "mms")
+    languages = {"eng": VOCABULARY, "fra": {"<pad>": 0, "<unk>": 1, "|": 2, "é": 3, "a": 4}}
+    write_tokenizer(tmp_path, languages, target_lang="eng")
+    adapters = {name: x + 0.1 for name, x in model.state_dict().items() if "adapter" in name}
+    adapters |= {"lm_head.weight": torch.randn(5, 32), "lm_head.bias": torch.randn(5)}
+    save_file(adapters, tmp_path / "adapter.fra.safetensors")
+    theirs = transformers.Wav2Vec2ForCTC.from_pretrained(
+        tmp_path, target_lang="fra", ignore_mismatched_sizes=True
+    )
+    ours = ASRModel.from_state_dict(*import_model(tmp_path, "fra")).eval()
+    (example,) = spoken((8_000,))
+    logits = ours.ctc_logits(ours.encode(batch_of(ours, [example], static=False)).values)
+    assert_same(logits, their_logits(theirs.eval(), example), "logits")
+    tokenizer = CharacterTokenizer(tmp_path, "fra")
+    assert tokenizer.decode(tokenizer.encode("a é", "fr")) == "a é"
+    assert CharacterTokenizer(tmp_path).vocab_size == len(VOCABULARY) - 1
+    with pytest.raises(ValueError, match=r"be one of its 2 languages .eng, fra., but is deu"):
+        CharacterTokenizer(tmp_path, "deu")
+    with pytest.raises(ValueError, match=r"`--language` must be fra for .*hf download"):
+        import_model(tmp_path, "deu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conv_dim": [16] * 6 + [8]}, "`config.conv_dim` must be one number 7 times"),
+        ({"conv_stride": [4] * 7}, "`config.conv_stride` must be"),
+        ({"pad_token_id": 99}, "`pad_token_id` must be in the vocabulary of 33"),
+        ({"vocab_size": 40}, "`lm_head.weight` must have the 40 rows of `vocab_size`"),
+        ({"num_conv_pos_embeddings": 15}, "`position_kernel` must be even"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path, change, message):
+    make_wav2vec2(tmp_path, "base")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        import_model(tmp_path)
