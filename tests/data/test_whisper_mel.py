@@ -86,12 +86,17 @@ def test_frames() -> None:
     by_four = FeatureConfig(subsampling=4).framing
     assert (by_four.seconds, by_four.samples, by_four.sequences(4000)) == (0.04, 640, 250)
     assert [by_four.frames(n) for n in (0, 159, 160, 799, 800)] == [0, 0, 1, 1, 2]
+    samples = FeatureConfig(kind="waveform", hop=320).framing
+    assert samples.frames(np.array([0, 79, 399, 400, 719, 720])).tolist() == [0, 0, 0, 1, 1, 2]
+    assert [samples.frames(n) for n in (79, 399, 400)] == [0, 0, 1]
+    assert samples.frames(samples.samples_of(7)) == 7
+    assert samples.capacity(7, 2) >= samples.samples_of(4) + samples.samples_of(3) + 2 * 319
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "mfcc"}, "`kind` must be parakeet or whisper, but is 'mfcc'"),
+        ({"kind": "mfcc"}, "`kind` must be one of parakeet, whisper, waveform, but is 'mfcc'"),
         ({"subsampling": 3}, "`subsampling` must be 4 or 8 (FastConformer) or 2 (Transformer)"),
         ({"preemphasis": 0.97}, "`preemphasis` must be 0.0 for features of kind whisper"),
         ({"normalize": True}, "`normalize` must be False for features of kind whisper"),
@@ -102,6 +107,7 @@ def test_frames() -> None:
             {"kind": "parakeet", "minimum_s": 30.0},
             "`minimum_s` must be 0 for features of kind parakeet",
         ),
+        ({"kind": "waveform"}, "`subsampling` must be 1 for features of kind waveform, but is 2"),
     ],
 )
 def test_settings_are_checked(changes: dict, message: str) -> None:

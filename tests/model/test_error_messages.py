@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from effasr.data.batch import StaticShape
+from effasr.data.features.config import FeatureConfig
 from effasr.interop.tables import refuse_experts
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig
@@ -19,11 +20,13 @@ from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.streaming_encoder import StreamingEncoder, check_streamable
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr.nn.experts import ExpertsConfig
 from effasr_kernels import Context
 from tests.model.test_text_encoder import PAIRS, batch_of
 
 TEXT = TextEncoderConfig(layers=2, heads=4, feed_forward=48)
+SAMPLES = FeatureConfig(kind="waveform", hop=320)
 NAMED = ExpertsConfig(count=2, route="task", names=("transcribe", "translate"))
 CONTEXT = Context(4, 0, 3)
 CONFIGURATIONS: list[tuple[type, dict[str, Any], str]] = [
@@ -68,6 +71,15 @@ CONFIGURATIONS: list[tuple[type, dict[str, Any], str]] = [
     (BestRQConfig, {"codebooks": 0}, "`codebooks` must"),
     (BestRQConfig, {"seed": -1}, "`seed` must"),
     (TextEncoderConfig, {"layers": 0}, "`layers` must be at least 1"),
+    (Wav2Vec2EncoderConfig, {"position_kernel": 15}, "`position_kernel` must be even, but is 15"),
+    (Wav2Vec2EncoderConfig, {"position_groups": 7}, "heads = 12 and position_groups = 7, but is"),
+    (Wav2Vec2EncoderConfig, {"adapter": 8}, "`adapter` must be null without `pre_norm`, but is 8"),
+    (ModelConfig, {"encoder": Wav2Vec2EncoderConfig()}, "must be waveform for an encoder of kind"),
+    (
+        ModelConfig,
+        {"encoder": Wav2Vec2EncoderConfig(), "features": SAMPLES, "best_rq": BestRQConfig()},
+        "`best_rq` must be null for features of kind waveform",
+    ),
     (ModelConfig, {"decoder": None}, "set `ctc` or give a `decoder`"),
     (ModelConfig, {"best_rq": BestRQConfig()}, "`decoder` must be null where `best_rq` is"),
     (
