@@ -17,13 +17,9 @@ INPUTS ?= 1000
 
 # How often in a row `make test-processes` runs the tests that start processes.
 RUNS ?= 20
-PROCESS_TESTS := tests/distributed tests/faults \
-  tests/cli/test_torchrun.py tests/data/test_locks.py \
-  tests/data/test_corpus_cache_processes.py tests/data/test_loader.py \
-  tests/training/calibration/test_auto_budget.py \
-  $(addprefix tests/training/test_, $(addsuffix .py, \
-  adascale batch_division checkpointing exactness faults fine_tuning gossip_training limits \
-  oom_recovery parallel run_directory signals unfreezing))
+PROCESS_TESTS = tests/distributed tests/faults tests/data/test_locks.py tests/data/test_loader.py \
+  tests/data/test_corpus_cache_processes.py tests/training/test_checkpointing.py \
+  $(shell grep -rlE 'tests\.support\.run_ranks|"torch\.distributed\.run"' tests --include='test_*.py')
 
 .PHONY: demo demo-transducer test test-all test-processes faults fuzz audit lint bench gpu wheels clean help
 

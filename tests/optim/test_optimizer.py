@@ -2,11 +2,9 @@
 
 import copy
 import importlib.util
-import math
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import pytest
 import torch
@@ -486,54 +484,45 @@ def test_the_scale_of_the_loss_is_that_of_torch():
     assert float(scale.scale) == 2.0**15
 
 
-def ratios(config: ScheduleConfig, steps: int) -> list[float]:
-    return [learning_rate_ratio(config, step, steps) for step in range(steps)]
-
-
-@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine", "wsd"])
-def test_warmup_is_linear_and_ends_at_the_peak(name):
-    got = ratios(ScheduleConfig(name=name, warmup_steps=4), 100)
-    assert got[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert max(got) == 1.0
-
-
-def test_inverse_sqrt_is_its_closed_form_down_to_the_floor():
-    config = ScheduleConfig(name="inverse_sqrt", warmup_steps=4, min_ratio=0.25)
-    assert learning_rate_ratio(config, 15, 100) == pytest.approx(0.5)
-    assert learning_rate_ratio(config, 10_000, 100) == 0.25
-
-
-def test_cosine_is_its_closed_form_and_ends_at_the_floor():
-    config = ScheduleConfig(name="cosine", warmup_steps=10, min_ratio=0.1)
-    assert learning_rate_ratio(config, 54, 100) == pytest.approx(0.55)
-    expected = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25))
-    assert learning_rate_ratio(config, 9 + 90 // 4, 90 + 10) == pytest.approx(expected, abs=0.01)
-    assert learning_rate_ratio(config, 99, 100) == pytest.approx(0.1)
-    assert learning_rate_ratio(config, 150, 100) == pytest.approx(0.1)
-
-
-def test_flat_cosine_is_flat_and_then_a_cosine():
-    config = ScheduleConfig(name="flat_cosine", warmup_steps=2, flat_fraction=0.3, min_ratio=0.02)
-    got = ratios(config, 100)
-    assert got[1:30] == [1.0] * 29
-    assert got[64] == pytest.approx(0.51)
-    assert got[99] == pytest.approx(0.02)
-    assert all(a >= b for a, b in pairwise(got[30:]))
-
-
-def test_wsd_is_flat_and_then_linear():
-    config = ScheduleConfig(name="wsd", warmup_steps=2, decay_fraction=0.25, min_ratio=0.2)
-    got = ratios(config, 100)
-    assert got[1:75] == [1.0] * 74
-    assert got[75:] == pytest.approx([1 - 0.8 * n / 25 for n in range(1, 26)])
-    assert learning_rate_ratio(config, 150, 100) == pytest.approx(0.2)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"name": "constant", "warmup_steps": 2}, {0: 0.5, 1: 1, 50: 1, 500: 1}),
+        (
+            {"name": "noam", "warmup_steps": 25, "width": 16},
+            {0: 0.002, 24: 0.05, 99: 0.025, 399: 0.0125},
+        ),
+        (
+            {"name": "inverse_sqrt", "warmup_steps": 4, "min_ratio": 0.25},
+            {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 15: 0.5, 10_000: 0.25},
+        ),
+        ({"name": "cosine", "warmup_steps": 0, "steps": 10}, {9: 0, 50: 0, 4: 0.5}),
+        (
+            {"name": "cosine", "warmup_steps": 10, "min_ratio": 0.1},
+            {0: 0.1, 9: 1, 39: 0.775, 54: 0.55, 69: 0.325, 99: 0.1, 150: 0.1},
+        ),
+        (
+            {"name": "flat_cosine", "warmup_steps": 2, "flat_fraction": 0.3, "min_ratio": 0.02},
+            {0: 0.5, 64: 0.51, 99: 0.02} | dict.fromkeys(range(1, 30), 1),
+        ),
+        (
+            {"name": "wsd", "warmup_steps": 2, "decay_fraction": 0.25, "min_ratio": 0.2},
+            {0: 0.5, 150: 0.2} | dict.fromkeys(range(1, 75), 1)
+            | {n: 1 - 0.8 * (n - 74) / 25 for n in range(75, 100)},
+        ),
+    ],
+)  # fmt: skip
+def test_a_schedule_is_its_closed_form(settings, expected):
+    schedule = ScheduleConfig(**settings)
+    for step, ratio in expected.items():
+        assert learning_rate_ratio(schedule, step, 100) == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "flat_cosine", "wsd"])
 def test_degenerate_lengths_stay_in_range(name):
     for warmup, steps in ((0, 1), (5, 5), (10, 3), (0, 2)):
         config = ScheduleConfig(name=name, warmup_steps=warmup)
-        assert all(0 <= ratio <= 1 for ratio in ratios(config, steps))
+        assert all(0 <= learning_rate_ratio(config, step, steps) <= 1 for step in range(steps))
 
 
 @pytest.mark.parametrize(

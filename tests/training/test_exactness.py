@@ -79,16 +79,12 @@ def assert_same_end(first: Path, second: Path, steps: int = STEPS):
     assert not blends[0].exists() or blends[0].read_text() == blends[1].read_text()
 
 
-def kill_after(config: TrainConfig, step: int, *, size: int):
-    with started("effasr.train", recipe_of(config), size=size) as ranks:
-        wait_for(Path(config.output) / config.name, step, ranks)
-
-
 def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path):
     make = partial(make_config, training=LONG, data=SILENCE)
     assert run(make(name="straight")) == 0
     config = make(name="killed")
-    kill_after(config, 7, size=1)
+    with started("effasr.train", recipe_of(config), size=1) as ranks:
+        wait_for(tmp_path / "killed", 7, ranks)
     assert not (tmp_path / "killed" / "checkpoints" / f"step_{STEPS:08d}").exists()
     assert run(config) == 0
     assert_same_end(tmp_path / "killed", tmp_path / "straight")
@@ -184,19 +180,6 @@ def test_a_run_on_changed_audio_ends_alike(make_config, tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"`{field}` must stay {before}"):
             go(*moved, "training.max_steps=7", f"{field}={value}")
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_killed_run_of_two_ranks_ends_as_if_nothing_had_happened(make_config, tmp_path):
-    """With data workers, which must not outlive their rank."""
-    configs = [
-        make_config(name=name, training=LONG, data={"workers": 1}) for name in ("killed", "left")
-    ]
-    kill_after(configs[0], 7, size=2)
-    for config in configs:
-        train_on_ranks(config)
-    assert_same_end(tmp_path / "killed", tmp_path / "left")
 
 
 @pytest.mark.slow

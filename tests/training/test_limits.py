@@ -14,7 +14,7 @@ from effasr import config as configuration
 from effasr.data.loader import Loader
 from effasr.data.worker_processes import check_open_files
 from effasr.distributed.process_group import DistributedContext
-from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio
+from effasr.optim.schedules import ScheduleConfig
 from effasr.training import trainer, validation
 from effasr.training.config import EvaluationConfig, TrainConfig
 from effasr.training.fault_tolerance.stop import StopInterrupt, StopRequest, listening
@@ -54,15 +54,6 @@ def test_epochs_are_the_steps_of_their_plans_on_any_ranks(make_config, tmp_path,
     assert lines[-1]["lr"] == 0
     written = configuration.load(TrainConfig, tmp_path / "run" / "config.yaml").training
     assert (written.max_steps, written.max_epochs) == (steps, None)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_run_of_epochs_goes_on_on_two_ranks(make_config, tmp_path):
-    assert run(make_config(training=EPOCHS | {"stop_at": 2})) == 0
-    train_on_ranks(make_config(training=EPOCHS))
-    assert run(make_config(name="whole", training=EPOCHS)) == 0
-    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
 
 
 def test_the_later_of_two_lengths_replaces_the_other(make_config):
@@ -199,23 +190,6 @@ def test_the_best_is_chosen_by_a_metric_of_some_sets(make_config, tones, tmp_pat
         run(replace(config, name="b", evaluation=EvaluationConfig(best_sets=("dev",))))
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"name": "constant", "warmup_steps": 2}, {0: 0.5, 1: 1, 50: 1, 500: 1}),
-        ({"name": "cosine", "warmup_steps": 0, "steps": 10}, {9: 0, 50: 0, 4: 0.5}),
-        (
-            {"name": "noam", "warmup_steps": 25, "width": 16},
-            {0: 0.002, 24: 0.05, 99: 0.025, 399: 0.0125},
-        ),
-    ],
-)
-def test_schedules_of_other_forms(settings, expected):
-    schedule = ScheduleConfig(**settings)
-    for step, ratio in expected.items():
-        assert learning_rate_ratio(schedule, step, 100) == pytest.approx(ratio)
-
-
 def test_noam_takes_the_width_of_the_encoder(make_config):
     config = make_config(schedule=ScheduleConfig(name="noam", warmup_steps=4))
     assert resolve(config, None, WORLD).config.schedule.width == 16
@@ -290,9 +264,9 @@ def test_a_low_limit_of_open_files_is_raised_or_refused(monkeypatch):
         check_open_files(workers=4, prefetch=2)
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize(("step", "number"), [(2, signal.SIGHUP), (4, signal.SIGUSR2)])
 def test_a_stop_in_the_second_dev_set_keeps_what_was_due(
-    make_config, tones, tmp_path, monkeypatch, capsys, step
+    make_config, tones, tmp_path, monkeypatch, capsys, step, number
 ):
     """Also at the last step, which has a checkpoint whatever the intervals are."""
     rows = (tones / "train.jsonl").read_text().replace("train-", f"{tones}/train-")
@@ -305,7 +279,7 @@ def test_a_stop_in_the_second_dev_set_keeps_what_was_due(
     def stopped(*arguments, **options):
         calls.append(checkpoint_steps(tmp_path / "run"))
         if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), number)
         return evaluate(*arguments, **options)
 
     with monkeypatch.context() as patch:

@@ -114,30 +114,6 @@ def test_a_request_to_stop_saves_and_exits_with_zero(make_config, tmp_path, monk
     assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_in_a_validation_keeps_the_checkpoint_that_was_due(
-    make_config, tmp_path, tones, monkeypatch, capsys, number
-):
-    dev = {"validation": str(tones / "test.jsonl")}
-    settings = {"max_steps": 4, "checkpoint_every": 2, "validate_every": 2, "async_save": False}
-    assert run(make_config(name="whole", data=dev, training=settings)) == 0
-    saved = []
-
-    def stopped(*args, **options):
-        saved.extend(checkpoint_steps(tmp_path / "run"))
-        os.kill(os.getpid(), number)
-
-    config = make_config(data=dev, training=settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(validation, "evaluate", stopped)
-        assert run(config) == 0
-    assert saved == [2]
-    assert "stopped at step 2" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "validation.jsonl").exists()
-    assert run(config) == 0
-    assert_same_end(tmp_path / "whole", tmp_path / "run", steps=4)
-
-
 def test_a_stop_before_the_first_step_ends_at_once(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(resolving, "load_corpus", lambda *_: os.kill(os.getpid(), signal.SIGUSR2))
     assert run(make_config()) == 0
