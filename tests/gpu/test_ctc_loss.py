@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from effasr_kernels.ctc_loss import CtcArguments, _triton
 from tests.support.loss_calls import Arguments, ctc_arguments, gradients
 
-# NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 
 
 def _arguments(

@@ -25,8 +25,6 @@ from tests.support.loss_calls import (
 )
 from tests.support.operation_cases import FACTORIES
 
-# NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 durations_arguments = partial(transducer_arguments, durations=(0, 1, 2))
 Make = Callable[..., dict[str, Any]]
 LOSSES = {"ctc": ctc_arguments, "rnnt": transducer_arguments, "tdt": durations_arguments}

@@ -10,8 +10,6 @@ from effasr_kernels.shared import projection
 from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.support.operation_cases import ignored_targets
 
-# NumPy says so where Triton's interpreter finds the maximum of a row of NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 
 WIDTH, CLASSES = 24, 43
 

@@ -8,16 +8,6 @@ from effasr_kernels.shared import projection
 from effasr_kernels.shared.projection import row_statistics
 from effasr_kernels.testing.tolerance import assert_no_worse
 
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tiles in a small matrix, and up to six programs that share a row."""
-    small = {"BLOCK_R": 16, "BLOCK_V": 16, "BLOCK_C": 16, "num_warps": 4, "num_stages": 2}
-    monkeypatch.setattr(projection, "product_tiles", lambda *_: small)
-    monkeypatch.setattr(projection, "_PROGRAMS", 6)
-
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
