@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from effasr_kernels.shared import projection
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 from effasr_kernels.transducer_loss import set_workspace
 
@@ -43,6 +44,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         for expected in _EXPECTED:
             item.add_marker(pytest.mark.filterwarnings(expected))
+
+
+_TILES = {"BLOCK_R": 16, "BLOCK_V": 16, "BLOCK_C": 16, "num_warps": 4, "num_stages": 2}
+# Many tiles in a small matrix, and up to six programs that share a row.
+SMALL_TILES = {"product_tiles": lambda *_: _TILES, "_PROGRAMS": 6}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL_TILES.items():
+        monkeypatch.setattr(projection, name, value)
 
 
 # The interpreter computes bfloat16 wrongly; the emulator is the place for narrow numbers.

@@ -9,7 +9,6 @@ from effasr_kernels.ctc_loss import CtcArguments, _triton
 from tests.support.loss_calls import Arguments, ctc_arguments, gradients
 
 
-
 def _arguments(
     frames: Sequence[int], transcripts: Any, device: torch.device, classes: int = 6, **options: Any
 ) -> Arguments:

@@ -118,6 +118,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         set_workspace(0)
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", ["ctc_loss", "linear_cross_entropy"])
 def test_no_tensor_holds_all_logits(
     name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
@@ -125,8 +126,6 @@ def test_no_tensor_holds_all_logits(
     """Nothing is larger than the logits of one chunk, or than an argument of whole blocks."""
     monkeypatch.setattr(projection, "chunk_rows", lambda width: 16)
     monkeypatch.setattr(projection, "_PROGRAMS", 1)
-    small = {"BLOCK_R": 16, "BLOCK_V": 16, "BLOCK_C": 16, "num_warps": 4, "num_stages": 2}
-    monkeypatch.setattr(projection, "product_tiles", lambda *_: small)
     case = FACTORIES[name]((40, 56), width=8, classes=144)("triton")
     with Live() as live:
         evaluate(case, Variation(dtype=torch.float32, device=device))

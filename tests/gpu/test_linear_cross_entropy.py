@@ -10,7 +10,6 @@ from effasr_kernels.shared import projection
 from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.support.operation_cases import ignored_targets
 
-
 WIDTH, CLASSES = 24, 43
 
 

@@ -17,7 +17,7 @@ from effasr_kernels import OPERATIONS, Context
 from effasr_kernels.runtime.torch_op import DifferentiableOp
 from effasr_kernels.testing.conformance import check_kernel, check_values
 from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
-from tests.gpu.conftest import DTYPES, EMULATED
+from tests.gpu.conftest import DTYPES, EMULATED, SMALL_TILES
 from tests.support.operation_cases import FACTORIES
 from tests.support.philox import PhiloxDropout
 
@@ -84,11 +84,7 @@ def _configs(name: str, span: int) -> list[Any]:
     return [config(span, 16, 16) if span == 8 else config(span, 16, 32, 4)] * 2
 
 
-_TILES = {"BLOCK_R": 16, "BLOCK_V": 16, "BLOCK_C": 16, "num_warps": 4, "num_stages": 2}
-_SMALL_TILES = {
-    "shared.projection:product_tiles": lambda *_: _TILES,
-    "shared.projection:_PROGRAMS": 6,
-}
+_SMALL_TILES = {f"shared.projection:{name}": value for name, value in SMALL_TILES.items()}
 ACTIVATIONS = ("silu", "relu", "gelu")
 MODES = ("pre-norm, bias", "post-norm", "addition", "norm")
 OTHER_MODES = ("pre-norm", "post-norm, bias", "addition, bias")
@@ -173,7 +169,6 @@ CONTRACT: dict[str, list[Row]] = {
             ],
             4,
         ),
-        # Many tiles in a small matrix, and up to six programs that share a row.
         *_each(
             (17, 33),
             [
