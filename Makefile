@@ -78,9 +78,9 @@ define demonstrate
 	@echo; echo "Stopped on purpose. The same command goes on exactly where it was:"; echo
 	$(TORCHRUN) effasr/train.py $(1)
 	@echo; echo "Held-out voices saying held-out sentences:"; echo
-	$(BIN)/effasr evaluate --run runs/$(1) --manifest $(DEMO)/test.jsonl
+	$(BIN)/effasr evaluate runs/$(1) $(DEMO)/test.jsonl
 	@echo; echo "Three recordings of the test set, transcribed:"; echo
-	$(BIN)/effasr transcribe --run runs/$(1) $(DEMO)/test/audio/en-0420[0-2].wav
+	$(BIN)/effasr transcribe runs/$(1) $(DEMO)/test/audio/en-0420[0-2].wav
 	@echo; echo "Where the time of a training step went:"; echo
 	$(BIN)/python profiling/report.py runs/$(1) --output runs/$(1)/report
 	@echo; echo "What comes next: README.md, \"Train on your own recordings\"."

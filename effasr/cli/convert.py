@@ -24,7 +24,7 @@ def add_import(command: AddCommand) -> None:
     parser = command(
         "import",
         run_import,
-        "Make a model directory of a model of NeMo, Hugging Face or faster-whisper.",
+        "Convert a model of NeMo, Hugging Face or faster-whisper to a folder.",
         "A .nemo file may hold a FastConformer with CTC, a transducer (RNN-T or TDT) or both, or a",
         "Canary; NeMo need not be installed. What is trained otherwise here is named.",
         example="effasr import canary-1b-flash.nemo models/canary",
@@ -136,7 +136,7 @@ def add_export(command: AddCommand) -> None:
         "export",
         run_export,
         "Write a model that transformers or NeMo load, or as ONNX graphs.",
-        "README.md becomes its model card, with the results of `effasr evaluate --run RUN` for the",
+        "README.md becomes its model card, with the results of `effasr evaluate RUN` for the",
         "weights that are exported. One that is there and was not written here is left alone.",
         "",
         "With --format onnx: encoder.onnx; of an attention decoder decoder_step.onnx; of a",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from effasr.cli.options import (
@@ -13,6 +14,7 @@ from effasr.cli.options import (
     AddCommand,
     add_decoding,
     add_model,
+    add_positional,
     add_prompt,
     at_least,
     decoding_config,
@@ -32,11 +34,11 @@ def add(command: AddCommand) -> None:
         "evaluate",
         run,
         "Transcribe a manifest and count the errors, by language.",
-        example="effasr evaluate --run runs/mine --manifest data/dev --beam 4",
+        example="effasr evaluate runs/mine data/dev --beam 4",
     )
-    parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    add_positional(parser, "run", "RUN", RUN_HELP, required=True)
+    add_positional(parser, "manifest", "MANIFEST", MANIFEST_HELP, required=True)
     add_model(parser)
-    parser.add_argument("--manifest", type=Path, required=True, help=MANIFEST_HELP)
     add_prompt(parser)
     parser.add_argument(
         "--normalizer",
@@ -48,8 +50,7 @@ def add(command: AddCommand) -> None:
         "--output",
         type=folder,
         metavar="FOLDER",
-        help="folder that receives wer.json and hypotheses.jsonl (default: RUN/evaluation/SET; "
-        "required to keep the results of a model directory)",
+        help="folder that receives wer.json and hypotheses.jsonl (default: RUN/evaluation/SET)",
     )
     parser.add_argument(
         "--worst",
@@ -93,9 +94,9 @@ def run(options: argparse.Namespace) -> int:
         )
     print_folded(report(evaluation, options.worst))
     folder = options.output or _default_folder(options)
-    if folder is None:
+    if options.output is None and not os.access(options.run, os.W_OK):
         print_folded(
-            f"not saved, because {options.run} is a model directory: --output FOLDER keeps the "
+            f"not saved, because {options.run} cannot be written to: --output FOLDER keeps the "
             "results"
         )
     else:
@@ -108,10 +109,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _default_folder(options: argparse.Namespace) -> Path | None:
-    """runs/NAME/evaluation/SET, with a suffix for other weights or windows; None without a run."""
-    if not (options.run / "checkpoints").is_dir():
-        return None
+def _default_folder(options: argparse.Namespace) -> Path:
+    """RUN/evaluation/SET, with a suffix for other weights or windows."""
     from effasr.evaluation.result import set_name
 
     suffix = "" if options.averaged is None else f"-averaged-{options.averaged}"

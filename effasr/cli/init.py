@@ -31,7 +31,7 @@ def add(command: AddCommand) -> None:
         "Write a recipe for a corpus, from published practice for its size.",
         "It prints the commands to run next. To start from a trained model is better than to train",
         "from scratch where there are fewer than about 100 hours: --init-from MODEL.",
-        example="effasr init data/train --dev data/dev --output mine.yaml",
+        example="effasr init data/train --dev data/dev --output speech.yaml",
     )
     parser.add_argument("train", type=Path, nargs="+", metavar="TRAIN", help=MANIFEST_HELP)
     parser.add_argument(
@@ -129,6 +129,6 @@ def _next(options: argparse.Namespace, initial: Initial) -> list[list[str]]:
         )
     commands.append(["effasr", "train", str(options.output)])
     if options.dev:
-        evaluated = ["--run", f"runs/{initial.request.name}", "--manifest"]
-        commands += [["effasr", "evaluate", *evaluated, str(dev)] for dev in options.dev]
+        run = f"runs/{initial.request.name}"
+        commands += [["effasr", "evaluate", run, str(dev)] for dev in options.dev]
     return commands

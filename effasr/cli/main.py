@@ -7,6 +7,7 @@ done, 1 failed, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib.metadata
 import logging
@@ -35,7 +36,7 @@ from effasr.cli import (
 )
 from effasr.cli.conversations import chat
 from effasr.cli.installation import completion, doctor, recipes
-from effasr.cli.options import print_line
+from effasr.cli.options import AddCommand, place_positionals, print_line
 from effasr.cli.second_pass import correction_data, tune
 from effasr.cli.untranscribed import label
 from effasr.untrusted.display import (
@@ -70,6 +71,7 @@ _MAX_MESSAGE = 4000
 """Characters of an error that are shown: a value in it may be as long as a file."""
 
 _HELP_COLUMNS = 90
+_SCREEN = 40  # lines of a help, above which it names the options without their texts
 
 _PEER_GRACE_S = 3.0
 """Seconds to wait for another process of the run to report the cause of a failure."""
@@ -174,13 +176,59 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
-            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+            **options,
         )
+        text = "show this help message and exit"
+        # That of all commands has nothing to leave out.
+        self.add_argument("-h", "--help", action=_Help, const=self.prog != "effasr", help=text)
+
+    def format_brief(self) -> str:
+        """Return the help without the texts of options."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section(None)
+        formatter.add_arguments(self._get_positional_actions())
+        formatter.end_section()
+        lines = [formatter.format_help()]
+        for group in self._action_groups:
+            shown = [item for item in group._group_actions if item.help != argparse.SUPPRESS]
+            if names := [item.option_strings[-1] for item in shown if item.option_strings]:
+                lines += [f"{group.title}:", *fold(f"  {', '.join(names)}", _help_width(), "  ")]
+        *_, example = str(self.epilog).splitlines()
+        lines += ["", f"{self.prog} --help-all explains the options.", "", "example:", example]
+        return "\n".join(lines) + "\n"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"{value!r} is no command{_nearest(value, action.choices)}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         silent = "LOCAL_WORLD_SIZE" in os.environ and int(os.environ.get("LOCAL_RANK", 0))
         text = escape_line(message)
         self.exit(2, None if silent else f"{self.prog}: {text} (see {self.prog} --help)\n")
+
+
+class _Help(argparse.Action):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **options: object) -> NoReturn:
+        text = parser.format_help()
+        if self.const and text.count("\n") > _SCREEN:
+            assert isinstance(parser, _Parser)
+            text = parser.format_brief()
+        print_line(text)
+        parser.exit()
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(words), n=1)
+    return f": did you mean {matches[0]}?" if matches else ""
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -193,16 +241,31 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if options.command in ("train", "calibrate"):
         # --path.to.field=value is accepted as well, as in other trainers.
         options.overrides = [*options.overrides, *remaining]
-    elif remaining:
-        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(remaining)}")
+        return options
+    at = getattr(options, "parser", parser)
+    if getattr(options, "positionals", None):
+        remaining = place_positionals(options, remaining)
+    if remaining:
+        near = _nearest(remaining[0], at._option_string_actions)
+        at.error(f"unrecognized arguments: {' '.join(remaining)}{near}")
     return options
+
+
+# What adds each command, by what it is for.
+_COMMANDS: dict[str, tuple[Callable[[AddCommand], None], ...]] = {
+    "data": (prepare.add, tokenizer.add, plan.add, demo_data.add),
+    "training": (init.add, recipes.add, calibrate.add, train.add),
+    "results": (evaluate.add, tune.add, compare.add),
+    "use": (transcribe.add, label.add, correction_data.add, chat.add),
+    "other programs": (convert.add_import, convert.add_export),
+    "installation": (completion.add, doctor.add),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="effasr",
         usage="effasr [-h] [--version] COMMAND ...",
-        description="Train speech models without padding, evaluate them and transcribe.",
         epilog="Errors are one line; with EFFASR_TRACEBACK=1 they have a traceback, too.\n"
         "Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.",
     )
@@ -210,7 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", prog="effasr", help=argparse.SUPPRESS
     )
-    described = [parser.description, "", "commands:"]
+    described = ["Train speech models without padding, evaluate them and transcribe."]
 
     def command(
         name: str,
@@ -221,6 +284,7 @@ def build_parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         lines = [*epilog, *([""] if epilog else []), "example:", f"  {example}"]
         added = parsers.add_parser(name, description=_paragraphs([text]), epilog=_paragraphs(lines))
+        added.add_argument("--help-all", action=_Help, help="show the whole help and exit")
         added.set_defaults(action=action, parser=added, root=parser)
         described.extend([f"  {name}"] if len(name) > 11 else [])
         # A long name has a line of its own.
@@ -228,30 +292,25 @@ def build_parser() -> argparse.ArgumentParser:
         described.extend(fold(f"  {start:11} {text}", _help_width(), " " * 14))
         return added
 
-    for add in (
-        prepare.add,
-        tokenizer.add,
-        init.add,
-        demo_data.add,
-        plan.add,
-        calibrate.add,
-        train.add,
-        evaluate.add,
-        tune.add,
-        compare.add,
-        transcribe.add,
-        label.add,
-        correction_data.add,
-        chat.add,
-        convert.add_import,
-        convert.add_export,
-        recipes.add,
-        completion.add,
-        doctor.add,
-    ):
-        add(command)
+    for title, adders in _COMMANDS.items():
+        described += ["", f"{title}:"]
+        for add in adders:
+            add(command)
+    for added in parsers.choices.values():
+        added.usage = _usage(added)
     parser.description = "\n".join(described)
     return parser
+
+
+def _usage(parser: _Parser) -> str:
+    words = []
+    for action in parser._get_positional_actions():
+        word = f"{action.metavar}{' ...' if action.nargs in ('+', '*') else ''}"
+        *_, required = (parser.get_default("positionals") or {}).get(
+            action.dest, [action.nargs not in ("?", "*")]
+        )
+        words.append(word if required else f"[{word}]")
+    return " ".join(["%(prog)s", *words, "[options]"])
 
 
 def _paragraphs(lines: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from effasr.cli.progress import ERASE, erase_line, progress_counter, working
-from effasr.decoding.config import SEARCH, DecodingConfig
+from effasr.decoding.config import CORRECTOR, LONG_FORM, SEARCH, SECOND_PASS, DecodingConfig
 from effasr.untrusted.display import display_width, escape_controls, fold
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ _RECORDINGS = (
     *("instruction", "gap_seconds", "chunk_seconds", "vad", "no_speech", "fallback"),
     *("fallback_confidence", "frame_budget", "precision"),
 )
+_TITLES = {
+    "recordings and batches": (*_RECORDINGS, *LONG_FORM),
+    "second pass": (*SECOND_PASS, *CORRECTOR),
+}
 
 
 def folder(text: str) -> Path:
@@ -92,8 +96,64 @@ def seconds(text: str) -> float:
     return result
 
 
-def add_language(
+def add_positional(
     parser: argparse.ArgumentParser,
+    name: str,
+    metavar: str,
+    text: str,
+    *,
+    kind: Callable[[str], Any] = Path,
+    many: bool = False,
+    required: bool = False,
+    option: bool = True,
+) -> None:
+    """Add an argument that `place_positionals` reads, also from an option of its name."""
+    parser.add_argument(name, nargs="*" if many else "?", metavar=metavar, help=text)
+    if option:
+        count = "+" if many else None
+        dest = f"{name}_option"
+        parser.add_argument(
+            f"--{name}", dest=dest, nargs=count, metavar=metavar, help=argparse.SUPPRESS
+        )
+    placed = parser.get_default("positionals") or {}
+    parser.set_defaults(positionals={**placed, name: (metavar, kind, many, required)})
+
+
+def place_positionals(options: argparse.Namespace, remaining: Sequence[str]) -> list[str]:
+    """Give arguments their names, and return those that have none.
+
+    argparse gives the second one no value where an option stands before it.
+    """
+    words: list[str] = []
+    for name in options.positionals:
+        value = getattr(options, name)
+        words += value if isinstance(value, list) else [] if value is None else [value]
+    words += [word for word in remaining if word == "-" or not word.startswith("-")]
+    missing = []
+    for name, (metavar, kind, many, required) in options.positionals.items():
+        value = getattr(options, f"{name}_option", None)
+        if value is None:
+            value, words = (words, []) if many else (words[0] if words else None, words[1:])
+        if required and value is None:
+            missing.append(metavar)
+        if value is not None:
+            value = [kind(word) for word in value] if many else kind(value)
+        setattr(options, name, value)
+    if missing:
+        options.parser.error(f"the following arguments are required: {', '.join(missing)}")
+    return [*(word for word in remaining if word != "-" and word.startswith("-")), *words]
+
+
+def group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Return the group of options with a title, which the first call adds."""
+    for item in parser._action_groups:
+        if item.title == title:
+            return item
+    return parser.add_argument_group(title)
+
+
+def add_language(
+    parser: argparse._ActionsContainer,
     text: str = "language of manifest lines that do not name one",
     *,
     default: str | None = None,
@@ -109,13 +169,14 @@ def add_prompt(
     parser: argparse.ArgumentParser, text: str = "language of manifest lines that do not name one"
 ) -> None:
     """Add the options that `with_prompt_options` reads, and ``--language``."""
-    add_language(parser, f"{text}, or auto: that which is heard")
-    parser.add_argument(
+    languages = group(parser, "languages")
+    add_language(languages, f"{text}, or auto: that which is heard")
+    languages.add_argument(
         "--target-language",
         metavar="LANG",
         help="language of the text; translates if it differs from the spoken language",
     )
-    parser.add_argument(
+    languages.add_argument(
         "--punctuation",
         action=argparse.BooleanOptionalAction,
         help="ask for punctuation and capitals, or for plain text (default: as the manifest says, "
@@ -155,14 +216,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    model = group(parser, "model")
+    model.add_argument(
         "--averaged",
         type=at_least(1),
         metavar="N",
         help="average of the weights and batch-norm statistics of the last N checkpoints of the "
         "run, in place of the best checkpoint",
     )
-    parser.add_argument(
+    model.add_argument(
         "--window",
         type=seconds,
         metavar="S",
@@ -195,7 +257,7 @@ def read_cuts(options: argparse.Namespace, prompt: Prompt) -> tuple[list[Cut], l
     return changed, failures
 
 
-def add_fields(parser: argparse.ArgumentParser, *names: str) -> None:
+def add_fields(parser: argparse._ActionsContainer, *names: str) -> None:
     """Add an option for each of these fields of `DecodingConfig`; None where it is not given.
 
     The type of the field decides what is parsed; its help is the first sentence of its text in the
@@ -237,13 +299,15 @@ def add_decoding(parser: argparse.ArgumentParser, *groups: Sequence[str], beam: 
     """Add the options that `decoding_config` reads; ``beam`` is the default of ``--beam``."""
     add_device(parser)
     parser.set_defaults(default_beam=beam)
-    parser.add_argument(
+    group(parser, "search").add_argument(
         "--decoding",
         type=Path,
         metavar="FILE.yaml",
         help="file of `effasr tune`; options of the search that are given have precedence",
     )
-    add_fields(parser, *SEARCH, *_RECORDINGS, *(name for group in groups for name in group))
+    for name in (*SEARCH, *_RECORDINGS, *(name for names in groups for name in names)):
+        titles = (title for title, names in _TITLES.items() if name in names)
+        add_fields(group(parser, next(titles, "search")), name)
     if beam != 1:
         (action,) = (action for action in parser._actions if action.dest == "beam")
         action.help = str(action.help).replace("default: 1, greedy", f"default: {beam}")

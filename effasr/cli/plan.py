@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from effasr.checks import check
-from effasr.cli.options import AddCommand, at_least, print_folded, print_line, seconds
+from effasr.cli.options import (
+    AddCommand,
+    add_positional,
+    at_least,
+    print_folded,
+    print_line,
+    seconds,
+)
 from effasr.cli.progress import progress_counter, working
 
 if TYPE_CHECKING:
@@ -39,16 +46,10 @@ def add(command: AddCommand) -> None:
         "",
         "All strategies but packed are computed padded: each utterance of a micro-batch at the",
         "length of the longest. A batch is a micro-batch, a step has one of each rank or more.",
-        example="effasr plan --manifest data/train --strategy all",
+        example="effasr plan data/train --strategy all",
     )
-    parser.add_argument(
-        "--manifest",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="MANIFEST",
-        help="manifests or lists of durations (default: those of --recipe)",
-    )
+    text = "manifests or lists of durations (default: those of --recipe)"
+    add_positional(parser, "manifest", "MANIFEST", text, many=True)
     parser.add_argument(
         "--strategy",
         choices=_STRATEGIES,
@@ -65,9 +66,8 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--world-size",
         type=at_least(1),
-        default=8,
         metavar="N",
-        help="number of ranks (default: 8)",
+        help="number of ranks (default: the GPUs of this machine, or 1)",
     )
     parser.add_argument(
         "--micro-batches",
@@ -146,6 +146,8 @@ def add(command: AddCommand) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    import torch
+
     from effasr.data.atomic_files import write_atomically
     from effasr.planning import report
     from effasr.planning.study import LADDER, PlanRequest, compare
@@ -162,6 +164,8 @@ def run(options: argparse.Namespace) -> int:
     )
     strategy = options.strategy or request.data.strategy
     _check_strategy(options, strategy)
+    if options.world_size is None:
+        options.world_size = max(1, torch.cuda.device_count())
     study = _study_options(options, request)
     strategies = LADDER if strategy == "all" else [strategy]
     with progress_counter("utterances read") as show:
@@ -181,7 +185,9 @@ def run(options: argparse.Namespace) -> int:
             *filter(None, [report.mixture(selection, study)]),
             report.table(results),
             report.dropped(selection, None if options.dropped is None else str(options.dropped)),
-            report.advice(selection, results, study),
+            report.advice(
+                selection, results, study, decided=bool(options.recipe) and not options.frame_budget
+            ),
         ]
         print_folded("\n\n".join(parts))
     if options.picture is not None:

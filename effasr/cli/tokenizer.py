@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from effasr.data.statistics.survey import Survey
     from effasr.data.tokenizer import Tokenizer
 
-_DEFAULT_SIZE = 1024
+_SHARED_SIZE = 1024
 _CHECKED_TEXTS = 10_000  # of each language, evenly spaced
 
 
@@ -31,8 +31,8 @@ def add(command: AddCommand) -> None:
     parser = command(
         "tokenizer",
         run,
-        "Train a tokenizer: SentencePiece, a model for each language or one for all.",
-        example="effasr tokenizer data/train data/tokenizer --vocab-size 256",
+        "Train a SentencePiece tokenizer, for each language or for all.",
+        example="effasr tokenizer data/train data/tokenizer --subsampling 4",
     )
     parser.add_argument(
         "manifests",
@@ -46,10 +46,9 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--vocab-size",
         type=_size,
-        default=_DEFAULT_SIZE,
         metavar="N",
-        help=f"pieces of each language, or of the shared model (default: {_DEFAULT_SIZE}); auto "
-        "chooses them by the hours and frames per token of each language",
+        help="pieces of each language, or of the shared model; auto, the default, chooses them by "
+        f"the hours and frames per token of each language ({_SHARED_SIZE} with --shared)",
     )
     parser.add_argument(
         "--shared",
@@ -113,31 +112,35 @@ def run(options: argparse.Namespace) -> int:
                 survey.add_cut(cut)
     if not texts:
         raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to train on.")
-    size, subsampling, kind = options.vocab_size, options.subsampling, options.model_type
-    if options.shared and size == "auto":
+    subsampling, kind = options.subsampling, options.model_type
+    sizes, chosen = options.vocab_size or _SHARED_SIZE, options.vocab_size == "auto"
+    if options.vocab_size is None:
+        chosen = not options.shared
+    if options.shared and chosen:
         raise ValueError(
             "`--vocab-size` must be a number with --shared, but is auto, which chooses one for "
             "each language."
         )
     with working("training the tokenizer", "vocabularies") as trained:
-        if size == "auto":
+        if chosen:
             choice = choose_vocabulary(survey, subsampling=subsampling, model_type=kind)
-            size, subsampling = choice.sizes, choice.subsampling
+            sizes, subsampling = choice.sizes, choice.subsampling
         unspoken = sorted(spoken - texts.keys())
         tokenizer = train_tokenizer(
             texts,
             options.out,
-            vocab_size=size,
+            vocab_size=sizes,
             model_type=kind,
             normalization=options.normalization,
             coverage=options.coverage,
             byte_fallback=options.byte_fallback,
             sources=unspoken,
             shared=options.shared,
+            subsampling=subsampling,
             progress=trained,
         )
     print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
-    _report(survey, tokenizer, subsampling, chosen=options.vocab_size == "auto")
+    _report(survey, tokenizer, subsampling, chosen=chosen)
     fidelity = TextFidelity(tokenizer)
     for language, spoken_texts in texts.items():
         for text in spoken_texts[:: -(-len(spoken_texts) // _CHECKED_TEXTS)]:

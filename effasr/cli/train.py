@@ -13,7 +13,7 @@ def add(command: AddCommand) -> None:
     parser = command(
         "train",
         run,
-        "Train, or go on training: the same command resumes an interrupted run.",
+        "Train; the same command resumes an interrupted run.",
         "On several GPUs: torchrun --nproc-per-node N effasr/train.py RECIPE ...",
         "",
         "recipes:",
@@ -22,7 +22,7 @@ def add(command: AddCommand) -> None:
     )
     add_recipe(
         parser,
-        "a YAML file, or the name of a recipe below",
+        "a YAML file, or the name of a recipe: `effasr recipes` lists them",
         "a field to change, such as training.max_steps=1000; later ones win",
     )
     parser.add_argument(

@@ -18,10 +18,12 @@ from effasr.cli.options import (
     add_decoding,
     add_fields,
     add_model,
+    add_positional,
     add_prompt,
     at_least,
     decoding_config,
     folder,
+    group,
     load_checkpoints,
     log,
     seconds,
@@ -53,7 +55,7 @@ def add(command: AddCommand) -> None:
         "where the shell's would be too long. Put -- before a name that begins with a dash.",
         "",
         "With --stream, raw samples on standard input are transcribed while they arrive:",
-        "  arecord -t raw -f S16_LE -r 16000 | effasr transcribe --run RUN --stream",
+        "  arecord -t raw -f S16_LE -r 16000 | effasr transcribe RUN --stream",
         "A model that is trained with a limited context decodes frame by frame; --latency 480ms",
         "takes its longest chunk up to that, with --beam, --nbest, --confidence and (CTC) --lm.",
         "Others wait for pauses.",
@@ -61,31 +63,30 @@ def add(command: AddCommand) -> None:
         "",
         "What cannot be read is reported in a line of its own and the rest goes on; the exit code",
         "is 1 then. Standard output has results alone.",
-        example="effasr transcribe --run runs/mine calls --output texts --format srt",
+        example="effasr transcribe runs/mine calls --output texts --format srt",
     )
-    parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
+    add_positional(parser, "run", "RUN", RUN_HELP, required=True)
+    text = (
+        "an audio file, a folder of such, a pattern (*, ?, [..] and ** for any depth), or - for "
+        "standard input: a list of files, one a line, or the audio of one"
+    )
+    add_positional(parser, "files", "FILE", text, kind=str, many=True, option=False)
     add_model(parser)
-    parser.add_argument(
-        "files",
-        nargs="*",
-        metavar="FILE",
-        help="an audio file, a folder of such, a pattern (*, ?, [..] and ** for any depth), or - "
-        "for standard input: a list of files, one a line, or the audio of one",
-    )
-    parser.add_argument(
+    inputs, outputs = group(parser, "recordings and batches"), group(parser, "output")
+    inputs.add_argument(
         "--manifest",
         type=Path,
         help="recordings to transcribe as well, in the languages that it names: NeMo JSONL, lhotse "
         "cuts, a Kaldi or prepared folder",
     )
     add_prompt(parser, "language spoken in recordings whose manifest does not name one")
-    parser.add_argument(
+    inputs.add_argument(
         "--track",
         type=at_least(0),
         metavar="N",
         help="audio track of containers such as MKV, from 0 (default: 0); needs ffmpeg",
     )
-    channel = parser.add_mutually_exclusive_group()
+    channel = inputs.add_mutually_exclusive_group()
     channel.add_argument(
         "--channel",
         type=at_least(0),
@@ -97,37 +98,37 @@ def add(command: AddCommand) -> None:
         action="store_true",
         help="transcribe each channel on its own, such as the speakers of a call, with its number",
     )
-    parser.add_argument(
+    outputs.add_argument(
         "--format",
         choices=("text", "json", "srt", "vtt", "ctm"),
         default="text",
         help="text (the default), JSON lines with the times of segments, subtitles, or NIST's CTM",
     )
-    parser.add_argument("--json", action="store_true", help="the same as --format json")
-    add_fields(parser, "words", "timestamps")
-    parser.add_argument(
+    outputs.add_argument("--json", action="store_true", help="the same as --format json")
+    add_fields(outputs, "words", "timestamps")
+    outputs.add_argument(
         "--cues", action="store_true", help="with --json, also write the cues that subtitles have"
     )
-    parser.add_argument(
+    outputs.add_argument(
         "--line-width",
         type=at_least(1),
         metavar="N",
         help="columns of a line of subtitles; full-width characters take two (default: 42)",
     )
-    parser.add_argument(
+    outputs.add_argument(
         "--lines", type=at_least(1), metavar="N", help="lines of a cue of subtitles (default: 2)"
     )
-    parser.add_argument(
+    outputs.add_argument(
         "--cue-seconds", type=seconds, metavar="S", help="longest cue of subtitles (default: 7)"
     )
-    parser.add_argument(
+    outputs.add_argument(
         "--output",
         type=folder,
         metavar="FOLDER",
         help="write a file for each recording, in folders as theirs (default: all to standard "
         "output)",
     )
-    parser.add_argument(
+    outputs.add_argument(
         "--continue",
         dest="continued",
         action="store_true",
@@ -357,6 +358,11 @@ class _Shortcomings:
 
 
 def _check(options: argparse.Namespace, decoding: DecodingConfig) -> None:
+    if options.words and _style(options) == "text":
+        raise ValueError(
+            "`--words` must have a format that holds the times of words, but the format is text: "
+            "add `--format json` or `--format ctm`."
+        )
     is_read = decoding.second_lm is not None or decoding.corrector is not None
     listed = options.nbest is not None and not is_read
     if listed and _style(options) != "json":

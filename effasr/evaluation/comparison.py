@@ -41,9 +41,7 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
         return [_read(run, None, run.absolute().name, normalizer)]
     folders = sorted(path.parent for path in run.glob(f"evaluation/*/{SUMMARY}"))
     if not folders:
-        raise ValueError(
-            f"{run}: holds no evaluation: `effasr evaluate --run {run} --manifest M` makes one."
-        )
+        raise ValueError(f"{run}: holds no evaluation: `effasr evaluate {run} M` makes one.")
     return [_read(folder, run.name, folder.name, normalizer) for folder in folders]
 
 

@@ -16,7 +16,7 @@ from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.statistics import guidance
-from effasr.data.statistics.survey import FramesPerToken, Survey, frames_in, survey
+from effasr.data.statistics.survey import Survey, frames_in, survey
 from effasr.data.statistics.vocabulary import SUBSAMPLINGS, VocabularyChoice, choose_vocabulary
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.process_group import choose_device
@@ -90,7 +90,7 @@ class Initial:
             framing = features.framing
         elif tokenizer.is_dir() and any(tokenizer.iterdir()):
             reader = load_tokenizer(tokenizer)
-            framing = _framing_for(counts, reader)
+            framing = Framing(subsampling=reader.subsampling or _subsampling_for(counts, reader))
         else:
             vocabulary = choose_vocabulary(counts)
             framing = Framing(subsampling=vocabulary.subsampling)
@@ -225,14 +225,13 @@ def _check_languages(counts: Survey, tokenizer: Tokenizer, init_from: str | Path
         )
 
 
-def _framing_for(counts: Survey, tokenizer: Tokenizer) -> Framing:
-    """Return the coarsest framing with enough frames per token, or else the finest."""
+def _subsampling_for(counts: Survey, tokenizer: Tokenizer) -> int:
+    """Return the coarsest subsampling with enough frames per token, or else the finest."""
     for subsampling in SUBSAMPLINGS:
-        framing = Framing(subsampling=subsampling)
-        aligned: FramesPerToken | None = counts.sampled(tokenizer, framing)
+        aligned = counts.sampled(tokenizer, Framing(subsampling=subsampling))
         if aligned is None or not aligned.is_hard:
-            return framing
-    return Framing(subsampling=SUBSAMPLINGS[-1])
+            return subsampling
+    return SUBSAMPLINGS[-1]
 
 
 def _describe_vocabulary(choice: VocabularyChoice | None, tokenizer: Tokenizer | None) -> str:

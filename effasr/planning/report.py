@@ -19,6 +19,7 @@ from effasr.planning.listing import BYTES_PER_TOKEN, TOKENS_PER_SECOND, Listing
 from effasr.planning.study import StrategyResult, StudyOptions, summarise_mixture
 
 _GOOD = 0.01  # padding and imbalance of ranks below this need no advice
+_BEARABLE = 0.05  # padding of batches that a recipe makes small, because many steps learn sooner
 _MANY_DROPPED = 0.02
 _MANY_DEFERRED = 0.1
 
@@ -138,8 +139,14 @@ def dropped(selection: Selection, listed: str | None) -> str:
     return f"dropped {count:,} utterances ({percent(share)} %): {reasons}; {destination}"
 
 
-def advice(selection: Selection, results: Sequence[StrategyResult], options: StudyOptions) -> str:
-    """Return the most important remedy in a sentence."""
+def advice(
+    selection: Selection,
+    results: Sequence[StrategyResult],
+    options: StudyOptions,
+    *,
+    decided: bool = False,
+) -> str:
+    """Return the most important remedy in a sentence; a recipe may have decided the frames."""
     reasons = selection.reasons
     count = sum(reasons.values())
     if count > _MANY_DROPPED * (count + len(selection)):
@@ -164,7 +171,7 @@ def advice(selection: Selection, results: Sequence[StrategyResult], options: Stu
             f"Steps are large for this corpus, and {packed.deferred:,} utterances are left to the "
             "next epoch: lower --frame-budget or --micro-batches."
         )
-    if max(packed.padding_frames, packed.padding_tokens) > _GOOD:
+    if max(packed.padding_frames, packed.padding_tokens) > (_BEARABLE if decided else _GOOD):
         if packed.steps == options.epochs:
             return (
                 "The corpus fills no more than one step, and that not well: lower --frame-budget "
@@ -179,7 +186,7 @@ def advice(selection: Selection, results: Sequence[StrategyResult], options: Stu
             f"A batch of {packed.batch_utterances:.0f} utterances is hard to fill: raise "
             f"--frame-budget above {shape.frame_budget:,}."
         )
-    if packed.rank_imbalance_p99 > _GOOD:
+    if packed.rank_imbalance_p99 > (_BEARABLE if decided else _GOOD):
         return (
             "Ranks wait for one another: raise --frame-budget, so that longest utterances weigh "
             "less in a batch."

@@ -72,11 +72,11 @@ class PlanRequest:
         if data.text_alone and not manifests:
             raise ValueError(
                 "`--recipe` must have speech, because batches of text alone are not planned, but "
-                "its data.text_share is 1: take another, or give `--manifest`."
+                "its data.text_share is 1: take another, or give MANIFEST."
             )
         listed = [] if manifests else [(Path(path), source) for path, source in data.manifests]
         listed = [(path, source) for path, source in listed if not _is_text_only(path)]
-        check(manifests or listed, "--manifest", "name a manifest or a list", "not given")
+        check(manifests or listed, "MANIFEST", "name a manifest or a list", "not given")
         # The shares apply only to the recipe's sources.
         is_mixed = not manifests and data.mix is not None
         # A recipe may be used for its model before its tokenizer exists.

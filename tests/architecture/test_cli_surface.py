@@ -8,7 +8,9 @@ import pytest
 
 from effasr.cli.main import build_parser
 
-RUN = ["--run RUN!"]
+RUN = ["RUN", "--run RUN"]
+MANIFEST = ["MANIFEST", "--manifest MANIFEST"]
+MANIFESTS = ["MANIFEST...", "--manifest MANIFEST"]
 MODEL = ["--averaged N", "--window S"]
 DECODING = [
     "--device DEVICE",
@@ -55,7 +57,7 @@ SURFACE = {
     ],
     "demo-data": ["OUT", "--multilingual", "--conversations", "--utterances N"],
     "plan": [
-        "--manifest MANIFEST",
+        *MANIFESTS,
         "--strategy {packed,random,bucketed,sync_bucketed,sync_bucketed_2d,all}",
         "--recipe RECIPE", "--world-size N", "--micro-batches N", "--frame-budget N",
         "--token-budget N", "--max-duration S", "--tokenizer FOLDER", "--prompt-tokens N",
@@ -68,7 +70,7 @@ SURFACE = {
     ],
     "train": ["RECIPE", "path.to.field=value...", "--show"],
     "evaluate": [
-        *RUN, *MODEL, "--manifest MANIFEST!", *PROMPT, "--normalizer NORMALIZER",
+        *RUN, *MANIFEST, *MODEL, *PROMPT, "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, *LONG_FORM, *BOOST, "--nbest N",
         *SECOND_PASS, *CORRECTOR,
         "--confidence", "--calibration FILE",
@@ -79,7 +81,7 @@ SURFACE = {
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "transcribe": [
-        *RUN, *MODEL, "FILE...", "--manifest MANIFEST", *PROMPT, "--track N",
+        *RUN, "FILE...", *MODEL, "--manifest MANIFEST", *PROMPT, "--track N",
         "--channel N", "--per-channel", "--format {text,json,srt,vtt,ctm}", "--json", "--words",
         "--timestamps", "--cues", "--line-width N", "--lines N", "--cue-seconds S",
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
@@ -111,6 +113,7 @@ SURFACE = {
 }  # fmt: skip
 
 
+HELP = {"help", "help_all"}
 PARSER = build_parser()
 (COMMANDS,) = (a for a in PARSER._actions if isinstance(a, argparse._SubParsersAction))
 
@@ -128,7 +131,7 @@ def usage_of(action):
 
 def test_the_command_line_is_what_was_agreed():
     surface = {
-        name: [usage_of(action) for action in command._actions if action.dest != "help"]
+        name: [usage_of(action) for action in command._actions if action.dest not in HELP]
         for name, command in COMMANDS.choices.items()
     }
     assert surface == SURFACE

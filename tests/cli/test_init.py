@@ -40,7 +40,7 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
     assert [command[:2] for command in commands] == [
         ["effasr", name] for name in ("tokenizer", "train", "evaluate")
     ]
-    assert effasr(*commands[0][1:]).code == 0
+    assert effasr(*commands[0][1:], "--subsampling", 4).code == 0
     trained = effasr(*commands[1][1:], f"output={tmp_path}/runs", *QUICK)
     assert trained.code == 0, trained.err
     assert read_lines(tmp_path / "runs/mine/metrics.jsonl")[-1]["step"] == 2
@@ -53,6 +53,7 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
     assert "effasr tokenizer" not in again.out
     assert "not measured" in again.out
     assert "# No validation" in (tmp_path / "again.yaml").read_text()
+    assert config.load(TrainConfig, tmp_path / "again.yaml").model.encoder.subsampling == 4
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def corpus(tmp_path_factory):
 
 
 def test_the_json_has_what_was_agreed(effasr, corpus):
-    done = effasr("plan", "--manifest", corpus, "--frame-budget", 2000, "--json")
+    done = effasr("plan", "--manifest", corpus, "--frame-budget", 2000, "--world-size", 8, "--json")
     assert done.code == 0
     assert done.err == ""
     made = json.loads(done.out)
@@ -98,7 +98,7 @@ def test_what_a_person_reads(effasr, corpus, tmp_path):
     ],
 )
 def test_it_says_what_to_do(effasr, corpus, options, advice):
-    done = effasr("plan", "--manifest", corpus, *options)
+    done = effasr("plan", "--manifest", corpus, "--world-size", 8, *options)
     assert done.code == 0
     assert done.out.splitlines()[-1].startswith(advice), done.out
 
@@ -114,7 +114,7 @@ def test_a_recipe_gives_manifests_budgets_and_tokenizer(effasr, workplace):
         assert made[name] == pytest.approx(np.mean([line[name] for line in trained])), name
     over = ("--frame-budget", 80, "--manifest", workplace.folder / "dev.jsonl")
     made = json.loads(effasr("plan", "--recipe", workplace.recipe, *over, "--json").out)
-    assert (made["frame_budget"], made["utterances"], made["micro_batches"]) == (80, 4, 8)
+    assert (made["frame_budget"], made["utterances"], made["micro_batches"]) == (80, 4, 2)
 
 
 def test_a_recipe_says_how_an_epoch_ends(effasr, workplace, tmp_path):

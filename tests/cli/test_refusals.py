@@ -6,11 +6,13 @@ import pytest
 import torch
 
 ARGUMENTS = [
-    ("trian", "effasr: argument COMMAND: invalid choice: 'trian'"),
+    ("trian", "effasr: 'trian' is no command: did you mean train? (see effasr --help)"),
+    ("plan --strateg all", "unrecognized arguments: --strateg: did you mean --strategy? (see "),
+    ("evaluate a --beam 2 b c", "effasr evaluate: unrecognized arguments: c (see "),
     ("train", "effasr train: the following arguments are required: RECIPE (see "),
-    ("evaluate --run x", "effasr evaluate: the following arguments are required: --m"),
+    ("evaluate --run x", "effasr evaluate: the following arguments are required: MANIFEST (see "),
     ("doctor --fast", "effasr doctor: unrecognized arguments: --fast (see "),
-    ("transcribe --ru x f", "effasr transcribe: the following arguments are requ"),
+    ("transcribe --ru x f", "effasr transcribe: unrecognized arguments: --ru: did you mean --run?"),
     ("prepare a b --jobs 0", "effasr prepare: argument --jobs: must be an int"),
     ("prepare a b --max-duration 0", "--max-duration: must be seconds above 0"),
     ("demo-data a --utterances 7", "effasr demo-data: argument --utterances: must"),
@@ -39,7 +41,7 @@ INIT = [
     ("{tmp}/gone.jsonl --output {tmp}/n.yaml", "there is no such file"),
 ]
 PLAN = [
-    ("", "`--manifest` must name a manifest or a list, but is not given"),
+    ("", "`MANIFEST` must name a manifest or a list, but is not given"),
     ("--manifest gone", "gone: there is no such file or folder"),
     ("--manifest {empty}", "no utterance can be planned (0 dropped)"),
     ("--manifest {long}", "no utterance can be planned (1 dropped; the f"),
@@ -109,6 +111,7 @@ TRANSCRIBE = [
     ("x.wav --gap 0.01", "`gap_seconds` must be at least 0.1, but is 0.01"),
     ("{wav} --beam 4 --nbest 3", "`--nbest` must have `--json`"),
     ("{wav} --confidence", "`--confidence` must have `--json`"),
+    ("{wav} --words", "`--words` must have a format that holds the times of words, but the format"),
     ("{wav} --cues", "`--cues` must have `--json`, but the format is text: add `--json`"),
     ("{wav} --json --lines 3", "`--lines` must be left out without subtitles, but is 3: add"),
     ("{wav} --format srt --line-width 9", "`line_width` must be at least 10, but is 9"),
@@ -140,7 +143,7 @@ OTHERS = [
     ("export {run} {run}", "would be overwritten"),
     ("import {tmp}/none.nemo {tmp}/out", "none.nemo: there is no such file"),
     ("import {folder} {tmp}/out", "must be a .nemo file, or a folder"),
-    ("compare {folder}", "holds no evaluation: `effasr evaluate --run"),
+    ("compare {folder}", "holds no evaluation: `effasr evaluate "),
     ("tune {run} {dev} --beam 1 --output {tmp}/t.yaml", "`--beam` must be at least 2"),
     (
         "label {run} {wav} {folder}/labels --min-confidence 2",

@@ -23,7 +23,7 @@ def test_help_without_arguments(effasr):
 
 
 def test_help_of_train_lists_the_recipes(effasr):
-    text = effasr("train", "--help").out
+    text = effasr("train", "--help-all").out
     for recipe in config.recipes():
         assert f"\n  {recipe} " in text
     assert "A Canary-type model of 1.26 M parameters that two CPU cores" in text

@@ -218,6 +218,6 @@ def test_commands_run(needs, text, request, tmp_path, monkeypatch, capsys):
             monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(piped)))
             assert call(last) == 0, (last, capsys.readouterr().err)
     if needs == "run whisper":
-        lines = read_lines(folder / "runs/mine/validation.jsonl")
+        lines = read_lines(folder / "runs/lowgerman/validation.jsonl")
         assert [line["step"] for line in lines] == [0, 2]
-        assert (folder / "mine/model.bin").is_file()
+        assert (folder / "lowgerman/model.bin").is_file()

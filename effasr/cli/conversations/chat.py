@@ -9,7 +9,14 @@ from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from effasr.cli.options import RUN_HELP, AddCommand, add_device, at_least, print_line
+from effasr.cli.options import (
+    RUN_HELP,
+    AddCommand,
+    add_device,
+    add_positional,
+    at_least,
+    print_line,
+)
 from effasr.cli.progress import progress_counter
 
 if TYPE_CHECKING:
@@ -26,15 +33,11 @@ def add(command: AddCommand) -> None:
         "of standard input is one, and the model knows the turns before it. With --manifest, the",
         "last turn of the assistant in each conversation is answered anew: JSON lines with id,",
         "answer and reference.",
-        example="effasr chat --run runs/mine --audio call.wav 'Who calls, and why?'",
+        example="effasr chat runs/mine 'Who calls, and why?' --audio call.wav",
     )
-    parser.add_argument("--run", type=Path, required=True, help=RUN_HELP)
-    parser.add_argument(
-        "question",
-        nargs="?",
-        metavar="QUESTION",
-        help="question to answer (default: lines of standard input)",
-    )
+    add_positional(parser, "run", "RUN", RUN_HELP, required=True)
+    text = "question to answer (default: lines of standard input)"
+    add_positional(parser, "question", "QUESTION", text, kind=str, option=False)
     parser.add_argument(
         "--audio",
         type=Path,

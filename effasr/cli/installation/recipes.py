@@ -18,7 +18,7 @@ def add(command: AddCommand) -> None:
         "List the recipes, show one, or copy one to change it.",
         "Without an action, it lists them. `copy` never overwrites a file, and writes the name of",
         "the new file as the name of the run.",
-        example="effasr recipes copy small mine.yaml",
+        example="effasr recipes copy small smaller.yaml",
     )
     parser.add_argument(
         "action_name",

@@ -20,6 +20,7 @@ class Tokenizer(ABC):
     specials: Mapping[str, int]  # Ids by token, of tokens that are no text
     languages: tuple[str, ...]  # Languages that text may be in
     sources: tuple[str, ...]  # Languages that speech may be in
+    subsampling: int | None = None  # That of models which its size was chosen for, if it was
 
     @abstractmethod
     def encode(self, text: str, language: str) -> list[int]:

@@ -96,6 +96,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
         *,
         sharing: Sequence[str] = (),
         normalization: Normalization | None = None,
+        subsampling: int | None = None,
     ) -> None:
         """Put languages together."""
         check(models, "models", "hold at least one language", "empty")
@@ -104,7 +105,8 @@ class SentencePieceTokenizer(AggregateTokenizer):
                 f"`models` must hold one model for `sharing`, but holds {len(models)}: "
                 f"{', '.join(models)}."
             )
-        self.normalization = normalization
+        check(subsampling in (None, 4, 8), "subsampling", "be 4 or 8", repr(subsampling))
+        self.normalization, self.subsampling = normalization, subsampling
         self.languages = tuple(sorted(sharing or models))
         self.is_shared = bool(sharing)
         self.sources = tuple(sorted({*self.languages, *sources}))
@@ -158,6 +160,8 @@ class SentencePieceTokenizer(AggregateTokenizer):
         }
         if self.normalization is not None:
             metadata["normalization"] = self.normalization
+        if self.subsampling is not None:
+            metadata["subsampling"] = self.subsampling
         self._write(directory, METADATA_FILE, metadata)
 
     @classmethod
@@ -170,8 +174,8 @@ class SentencePieceTokenizer(AggregateTokenizer):
         if set(files.values()) == {f"{SHARED}.model"}:
             sharing, files = list(files), {SHARED: f"{SHARED}.model"}
         models = read_models(path.parent, files, "copy it there")
-        normalization = metadata.get("normalization")
-        tokenizer = cls(models, metadata["sources"], sharing=sharing, normalization=normalization)
+        options = {name: metadata.get(name) for name in ("normalization", "subsampling")}
+        tokenizer = cls(models, metadata["sources"], sharing=sharing, **options)
         if list(tokenizer.specials) != metadata["specials"] or (
             tokenizer.vocab_size != metadata["vocab_size"]
         ):

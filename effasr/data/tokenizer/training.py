@@ -53,17 +53,20 @@ def train_tokenizer(
     coverage: float = 1.0,
     sources: Sequence[str] = (),
     shared: bool = False,
+    subsampling: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SentencePieceTokenizer:
     """Train a vocabulary for each language, or one for all, and write them together.
 
     The same texts in the same order give the same files. Of more than two million texts a
-    fixed random part is used.
+    fixed random part is used. ``subsampling``, that of the models which the sizes are for, is
+    stored.
     """
     check(texts_by_language, "texts_by_language", "name at least one language", "empty")
     options: dict[str, Any] = {
         "normalization": normalization, "byte_fallback": byte_fallback, "coverage": coverage
     }  # fmt: skip
+    stored: dict[str, Any] = {"normalization": normalization, "subsampling": subsampling}
     if shared:
         if not isinstance(vocab_size, int):
             raise ValueError(
@@ -73,7 +76,7 @@ def train_tokenizer(
         texts = chain.from_iterable(texts_by_language[name] for name in sorted(texts_by_language))
         model = train_model(SHARED, texts, vocab_size, model_type, **options)
         tokenizer = SentencePieceTokenizer(
-            {SHARED: model}, sources, sharing=sorted(texts_by_language), normalization=normalization
+            {SHARED: model}, sources, sharing=sorted(texts_by_language), **stored
         )
         tokenizer.save(out)
         return tokenizer
@@ -89,7 +92,7 @@ def train_tokenizer(
             model_type,
             **options,
         )
-    tokenizer = SentencePieceTokenizer(models, sources, normalization=normalization)
+    tokenizer = SentencePieceTokenizer(models, sources, **stored)
     tokenizer.save(out)
     return tokenizer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +71,12 @@ def describe_exports(model: ASRModel) -> Iterator[str]:
     if not isinstance(config.encoder, FastConformerConfig) or config.language_model is not None:
         return
     reasons = []
-    for check, argument in (
-        (transformers.check_expressible, model),
-        (nemo.check_expressible, config),
+    for check in (
+        partial(transformers.check_expressible, model),
+        partial(nemo.check_expressible, config),
     ):
         try:
-            check(argument)
+            check()
         except NotExportable as error:
             reasons.append(error.reason)
     if reasons:
