@@ -425,11 +425,3 @@ def test_a_norm_after_subsampling_goes_out_as_a_layer(tokenizers, tmp_path, scal
     ):
         assert theirs.config.encoder.layers == 3
         torch.testing.assert_close(theirs.encode(batch_of()).values, expected)
-
-
-def test_other_contexts_are_refused(tokenizers, tmp_path):
-    tokenizer, _ = tokenizers
-    encoder = FastConformerConfig(**SIZES, layers=1, context=(Context(4, 0, 3),))
-    model = ASRModel(ModelConfig(encoder=encoder, decoder=None, ctc=True), tokenizer.vocab_size)
-    with pytest.raises(ValueError, match=r"NeMo has no encoder\.context with `right` and chunks"):
-        export_nemo(model, tokenizer, tmp_path / "other.nemo")

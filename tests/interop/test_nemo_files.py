@@ -20,6 +20,7 @@ from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
+from effasr_kernels import Context
 
 FOLDER = Path(__file__).parent / "nemo"
 LAYERS = "transf_decoder.config_dict"
@@ -293,6 +294,10 @@ CANARY = ModelConfig(encoder=SMALL, decoder=DecoderConfig(**DECODER))
     [
         ({"encoder": {"position": "rotary"}}, "NeMo has no encoder.position=rotary"),
         ({"encoder": {"input_positions": 0.3}}, r"input_positions=0.3 \(only 0\)"),
+        (
+            {"encoder": {"context": (Context(4, 0, 3),)}},
+            r"no encoder\.context with `right` an",
+        ),
         ({"encoder": {"feed_forward": 40}}, "feed_forward=40, not a multiple of the width"),
         ({"decoder": {"tie_embeddings": False}}, "no decoder.tie_embeddings=False"),
         ({"decoder": {"head_dim": 4}}, "decoder.head_dim=4, not decoder.width / decoder.heads"),

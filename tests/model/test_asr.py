@@ -221,20 +221,6 @@ def test_augmentation_is_for_training_only(tiny_model, examples, make_batch):
     assert not torch.equal(tiny_model.encode(batch).values, tiny_model.encode(batch).values)
 
 
-@pytest.mark.parametrize(("decoder", "ctc"), [(True, False), (False, True)])
-def test_a_part_that_is_missing_has_no_loss(decoder, ctc, tiny_config, examples, make_batch):
-    config = dataclasses.replace(
-        tiny_config, decoder=tiny_config.decoder if decoder else None, ctc=ctc
-    )
-    model = ASRModel(config, VOCABULARY).eval()
-    batch = make_batch(examples)
-    losses = model(batch)
-    assert (losses.cross_entropy > 0) == decoder
-    assert (losses.ctc > 0) == ctc
-    assert losses.guided == 0
-    torch.testing.assert_close(losses.per_utterance.sum(), total(losses))
-
-
 @pytest.mark.parametrize("head", ["lstm", "stateless"])
 def test_the_loss_is_that_of_the_scores(head, tiny_config, examples, make_batch):
     """Against the forward recursion over the scores that decoding sees."""

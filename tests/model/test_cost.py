@@ -21,21 +21,26 @@ from effasr.nn.experts import ExpertsConfig
 from effasr.nn.lora import LoRAConfig, adapt
 from effasr.nn.parameters import freeze
 from effasr.nn.stack import apply_activation_checkpointing
+from effasr_kernels import Context
 
 VOCABULARY = 40
+CONTEXT = Context(4, 0, 3)
+CONTEXTS = {"one": (CONTEXT,), "equal": (CONTEXT, CONTEXT), "right": (Context(2, 1, 1),)}
 STATELESS = TransducerConfig(predictor="stateless", width=12, joint=10)
 LSTM = TransducerConfig(width=12, layers=2, joint=10, durations=(0, 1, 2))
 
 
 @pytest.mark.parametrize("transducer", [None, STATELESS, LSTM], ids=["none", "stateless", "lstm"])
-@pytest.mark.parametrize("position", ["relative", "rotary"])
+@pytest.mark.parametrize("position", ["relative", "rotary", *CONTEXTS])
 @pytest.mark.parametrize("decoder", [True, False])
 def test_the_factors_are_what_torch_counts(
     transducer, position, decoder, tiny_config, examples, make_batch
 ):
+    contexts = CONTEXTS.get(position, ())
+    encoder = {"context": contexts, "position": "rotary" if contexts else position}
     config = dataclasses.replace(
         tiny_config,
-        encoder=dataclasses.replace(tiny_config.encoder, position=position),
+        encoder=dataclasses.replace(tiny_config.encoder, **encoder),
         decoder=tiny_config.decoder if decoder else None,
         transducer=transducer,
     )

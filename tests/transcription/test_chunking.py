@@ -1,15 +1,13 @@
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
-from effasr.transcription.inputs.chunking import Chunk, cut_at_pauses
+from effasr.transcription.inputs.chunking import cut_at_pauses
 
 RATE = 16_000
 
 
 def split_at_pauses(audio, sample_rate, **limits):
-    pairs = cut_at_pauses([audio] if len(audio) else [], sample_rate, total=len(audio), **limits)
+    pairs = cut_at_pauses([audio], sample_rate, total=len(audio), **limits)
     return [chunk for chunk, _ in pairs]
 
 
@@ -18,20 +16,24 @@ def _noise(seconds: float, seed: int = 0) -> np.ndarray:
     return (0.1 * samples).astype(np.float32)
 
 
-@pytest.mark.parametrize("seconds", [0.001, 1.0, 9.999, 10.0, 10.001, 19.0, 20.5, 63.7])
-@pytest.mark.parametrize("search", [0.0, 2.0, 5.0])
-def test_chunks_cover_the_recording_and_none_is_too_long(seconds, search) -> None:
-    audio = _noise(seconds)
-    chunks = split_at_pauses(audio, RATE, chunk_seconds=10.0, search_seconds=search)
-    assert chunks[0].start == 0
-    assert chunks[-1].end == len(audio)
-    for chunk, following in pairwise(chunks):
-        assert chunk.end == following.start
-    assert all(0 < chunk.end - chunk.start <= 10 * RATE for chunk in chunks)
-
-
-def test_a_recording_that_fits_is_not_cut() -> None:
-    assert split_at_pauses(_noise(10.0), RATE, chunk_seconds=10.0) == [Chunk(0, 10 * RATE)]
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("search", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.5, 2.0, 2.001, 3.9, 4.1, 4.2, 13.7])
+def test_chunks_cover_the_recording_whatever_its_blocks_are(noise, seconds, search, known) -> None:
+    """With its end known and not; what fits is not cut."""
+    audio, cuts = noise(seconds, seed=5), []
+    limits = {"chunk_seconds": 2.0, "search_seconds": search}
+    for size in (1000, 16_001, 100_000, 10**6):
+        blocks = [audio[start : start + size] for start in range(0, len(audio), size)]
+        total = len(audio) if known else None
+        cut = list(cut_at_pauses(blocks, RATE, total=total, **limits))
+        for chunk, samples in cut:
+            assert np.array_equal(samples, audio[chunk.start : chunk.end])
+            assert 0 < len(samples) <= 2 * RATE
+        cuts.append([chunk for chunk, _ in cut])
+    assert all(others == cuts[0] for others in cuts)
+    assert [0, *(x.end for x in cuts[0])] == [*(x.start for x in cuts[0]), len(audio)]
+    assert len(cuts[0]) <= 1 or seconds > 2
 
 
 def test_two_cuts_that_may_move_to_one_pause_do_not_meet_there() -> None:
@@ -41,10 +43,6 @@ def test_two_cuts_that_may_move_to_one_pause_do_not_meet_there() -> None:
     chunks = split_at_pauses(audio, RATE, chunk_seconds=1.0, search_seconds=0.5)
     assert all(0 < chunk.end - chunk.start <= RATE for chunk in chunks)
     assert chunks[-1].end == len(audio)
-
-
-def test_no_samples_no_chunks() -> None:
-    assert split_at_pauses(np.zeros(0, np.float32), RATE) == []
 
 
 def test_cuts_fall_into_pauses() -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from effasr.data.audio.waveform import AudioError
 from effasr.decoding.config import DecodingConfig
 from effasr.transcription.decode_queue import ContinuousBatches
 from effasr.transcription.inputs.audio_stream import AudioStream, open_stream
-from effasr.transcription.inputs.chunking import cut_at_pauses
 from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
 
@@ -47,38 +45,6 @@ def test_two_hours_grow_the_process_by_little(model, tokenizer, noise, tmp_path)
     assert row["segments"] >= 240
     assert row["words"] > 1000
     assert row["grown"] < 150e6
-
-
-def pieces(audio: np.ndarray, size: int) -> list[np.ndarray]:
-    return [audio[start : start + size] for start in range(0, len(audio), size)]
-
-
-@pytest.mark.parametrize("size", [1000, 16_001, 100_000, 10**6])
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 2.001, 3.9, 4.1, 13.7])
-def test_blocks_are_cut_as_the_whole_is(noise, seconds, size) -> None:
-    audio = noise(seconds, seed=5)
-    limits = {"chunk_seconds": 2.0, "search_seconds": 0.5}
-    cut = list(cut_at_pauses(pieces(audio, size), RATE, total=len(audio), **limits))
-    assert [chunk for chunk, _ in cut] == [
-        chunk for chunk, _ in cut_at_pauses([audio], RATE, total=len(audio), **limits)
-    ]
-    for chunk, samples in cut:
-        assert np.array_equal(samples, audio[chunk.start : chunk.end])
-
-
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 2.001, 3.9, 4.1, 4.2, 13.7])
-def test_without_a_known_end_cuts_depend_on_no_blocks(noise, seconds) -> None:
-    audio = noise(seconds, seed=5)
-    limits = {"chunk_seconds": 2.0, "search_seconds": 0.5}
-    cuts = []
-    for size in (1000, 16_001, 10**6):
-        cut = list(cut_at_pauses(pieces(audio, size), RATE, total=None, **limits))
-        assert all(len(samples) == chunk.end - chunk.start for chunk, samples in cut)
-        assert np.array_equal(np.concatenate([samples for _, samples in cut]), audio)
-        assert all(0 < len(samples) <= 2 * RATE for _, samples in cut)
-        cuts.append([chunk for chunk, _ in cut])
-    assert cuts[0] == cuts[1] == cuts[2]
-    assert all(chunk.start == before.end for before, chunk in pairwise(cuts[0]))
 
 
 def test_a_long_file_has_the_transcript_of_its_samples(model, tokenizer, noise, tmp_path) -> None:
