@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from effasr.checks import check
@@ -165,6 +167,14 @@ class DataConfig:
             table=table,
             padded=self.padded,
         )
+
+    def check_defaults(self, names: Iterable[str], when: str) -> None:
+        """Check that fields which have no meaning in this case were left out."""
+        default = DataConfig()
+        for name in names:
+            value = attrgetter(name)(self)
+            is_default = value == attrgetter(name)(default)
+            check(is_default, f"data.{name}", f"be left out {when}", value)
 
     @property
     def text_alone(self) -> bool:

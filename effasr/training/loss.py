@@ -83,9 +83,7 @@ class Objective:
     def weigh(self, losses: Losses, targets: Tensor) -> dict[str, Tensor]:
         """Return each of `LOSSES` per target, float32 (); only ``loss`` has a gradient.
 
-        Args:
-            losses: Sums over one micro-batch.
-            targets: (2,), targets of the global step over all ranks, and those of transcriptions.
+        ``targets`` (2,) are those of the global step over all ranks, and those of transcriptions.
         """
         all_targets, monotonic_targets = targets.clamp(min=1).float().unbind()
         cross_entropy = losses.cross_entropy / all_targets

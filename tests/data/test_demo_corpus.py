@@ -1,6 +1,5 @@
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,8 +127,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_failed_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("espeakng_loader")
-    nobody = SimpleNamespace(name="en+nobody")
-    monkeypatch.setattr("effasr.data.demo.plan.voices", lambda *_: [nobody])
+    monkeypatch.setattr("effasr.data.demo.plan.voices", lambda *_: ["en+nobody"])
     with pytest.raises(RuntimeError, match=r"ValueError: espeak: `voice` must be .*'en\+nobody'"):
         build(tmp_path / "out", **SMALL)
 

@@ -43,7 +43,7 @@ def run(code: str, *arguments: str) -> str:
     [("en", "seven four two eight one"), ("de", "sieben vier zwei acht eins")],
 )
 def test_every_voice_exists_and_the_held_out_ones_are_others(language: str, text: str) -> None:
-    split_of = {voice.name: split for split in VARIANTS for voice in voices(split, language)}
+    split_of = {voice: split for split in VARIANTS for voice in voices(split, language)}
     answer = json.loads(run(SPECTRA, json.dumps(list(split_of)), text))
     spectra = {name: np.array(spectrum) for name, spectrum in answer.items()}
     assert set(spectra) == set(split_of)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from effasr.data.conversation.collate import ConversationExample, collate_conver
 from effasr.data.index.base_corpus import BaseCorpus
 from effasr.data.index.columns import AudioColumns, Ragged, decode
 from effasr.data.sampling.population import Population
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

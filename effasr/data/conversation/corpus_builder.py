@@ -77,30 +77,12 @@ def load_conversation_corpus(
 
 def _check(config: DataConfig) -> None:
     """Check that settings which are made for utterances have their defaults."""
-    check(
-        config.strategy == "packed", "data.strategy", "be packed for conversations", config.strategy
-    )
-    if config.speed_perturbation != (1.0,):
-        raise ValueError(
-            "`data.speed_perturbation` must be [1.0] for conversations, but is "
-            f"{list(config.speed_perturbation)}: leave it out."
-        )
-    if config.silence_padding is not None:
-        raise ValueError(
-            "`data.silence_padding` must be null for conversations, but is given: leave it out."
-        )
-    if config.text_share is not None:
-        raise ValueError(
-            f"`data.text_share` must be null for conversations, but is {config.text_share:g}: give "
-            "texts a share with `data.mix`; they are conversations, too."
-        )
-    default = FilterConfig()
-    for name in [field.name for field in fields(FilterConfig)]:
-        value = getattr(config.filters, name)
-        if name != "max_dropped" and value != getattr(default, name):
-            raise ValueError(
-                f"`data.filters.{name}` must be left out for conversations, but is {value}."
-            )
+    share, remedy = config.text_share, "give texts, which are conversations too, a share of `mix`"
+    check(share is None, "data.text_share", "be null for conversations", share, remedy)
+    filters = [f"filters.{field.name}" for field in fields(FilterConfig)]
+    filters.remove("filters.max_dropped")
+    names = "strategy", "speed_perturbation", "silence_padding", *filters
+    config.check_defaults(names, "for conversations")
 
 
 class _Builder:

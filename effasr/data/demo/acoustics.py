@@ -20,28 +20,17 @@ _CEILING = 0.95
 
 
 def record(
-    speech: np.ndarray,
+    speech: np.ndarray,  # float32 (samples,) in [-1, 1]
     speech_rate: int,
     *,
-    gain_db: float,
+    gain_db: float,  # relative to `REFERENCE_LEVEL_DB`
     snr_db: float,
     noise_slope: float,
-    lead_s: float,
+    lead_s: float,  # of noise alone before the speech
     tail_s: float,
-    seed: int,
+    seed: int,  # of the noise
 ) -> np.ndarray:
-    """Resamples, sets the level, adds noise, and quantises without clipping.
-
-    Args:
-        speech: float32 (samples,) in [-1, 1].
-        speech_rate: Sample rate of the speech in Hz.
-        gain_db: Level relative to `REFERENCE_LEVEL_DB`.
-        snr_db: Power of the speech over that of the noise.
-        noise_slope: Noise power falls as 1 / f^slope.
-        lead_s: Seconds of noise alone before the speech.
-        tail_s: Seconds of noise alone after it.
-        seed: Seed of the noise.
-    """
+    """Resamples, sets the level, adds noise, and quantises without clipping."""
     resampled = soxr.resample(speech, speech_rate, SAMPLE_RATE)
     level = 10 ** ((REFERENCE_LEVEL_DB + gain_db) / 20)
     resampled = resampled * (level / np.sqrt(np.mean(resampled**2)))
@@ -53,11 +42,7 @@ def record(
 
 
 def coloured_noise(samples: int, slope: float, seed: int) -> np.ndarray:
-    """Gaussian noise of unit power whose spectrum falls as 1 / f^slope above 50 Hz.
-
-    Returns:
-        float32 (samples,).
-    """
+    """Gaussian noise of unit power whose spectrum falls as 1 / f^slope above 50 Hz."""
     rng = np.random.default_rng(seed)
     # A power of two keeps the transform fast at any length; the surplus is cut off.
     length = 1 << max(samples - 1, 1).bit_length()
@@ -159,11 +144,7 @@ class Espeak:
             )
 
     def speak(self, text: str, *, rate: int, pitch: int) -> np.ndarray:
-        """Render a sentence with the current voice.
-
-        Returns:
-            float32 (samples,) in [-1, 1) at `sample_rate`.
-        """
+        """Render a sentence with the current voice at `sample_rate`, in [-1, 1)."""
         for parameter, value in ((_RATE, rate), (_VOLUME, _QUIET), (_PITCH, pitch)):
             self._library.espeak_SetParameter(parameter, value, 0)
         self._chunks.clear()

@@ -32,22 +32,9 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 """Split -> timbres that any accent can take."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Voice:
-    """An accent with a timbre."""
-
-    accent: str
-    variant: str
-
-    @property
-    def name(self) -> str:
-        """The synthesiser's name for it: ``en-us+f1``."""
-        return f"{self.accent}+{self.variant}"
-
-
-def voices(split: str, language: str) -> list[Voice]:
-    """Return all voices of a split in a language, in a fixed order."""
-    return [Voice(a, v) for v in VARIANTS[split] for a in ACCENTS[language]]
+def voices(split: str, language: str) -> list[str]:
+    """Return the synthesiser's names of a split's voices, in a fixed order: ``en-us+f1``."""
+    return [f"{accent}+{variant}" for variant in VARIANTS[split] for accent in ACCENTS[language]]
 
 
 SPLITS = ("train", "dev", "test")
@@ -119,7 +106,7 @@ def _cast(
             language=language,
             texts={lang: sentence.text(lang) for lang in dict.fromkeys((language, "en"))},
             spoken=sentence.spoken(language),
-            voice=cast[i % len(cast)].name,
+            voice=cast[i % len(cast)],
             rate=rng.choice(_RATES),
             pitch=rng.randint(*_PITCH),
             gain_db=rng.uniform(*_GAIN_DB),

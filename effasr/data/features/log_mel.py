@@ -106,11 +106,9 @@ class LogMel(nn.Module):
 
     @torch.no_grad()
     def forward(self, audio: PackedSequence, frames: PackedLayout) -> MelFrames:
-        """Compute the mel rows of every utterance.
+        """Compute the mel rows of every utterance, at ``config.sample_rate``.
 
-        Args:
-            audio: float32 (samples,), at ``config.sample_rate``.
-            frames: Layout of the encoder frames: `FeatureConfig.encoder_frames` of each utterance.
+        ``frames`` has `FeatureConfig.encoder_frames` of each utterance.
         """
         check_frames(self.config, audio.layout, frames)
         with torch.autocast(audio.values.device.type, enabled=False):

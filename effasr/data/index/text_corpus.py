@@ -11,12 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.audio.waveform import AudioSegment
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import TextExample, collate_text, with_experts
 from effasr.data.config import DataConfig
-from effasr.data.filters.config import FilterConfig, Limits
+from effasr.data.filters.config import Limits
 from effasr.data.filters.rules import (
     TOKEN_RULES,
     Dropped,
@@ -112,18 +111,10 @@ class TextCorpus(BaseCorpus):
         ``config.frame_budget`` is the text encoder's tokens of a micro-batch,
         ``config.token_budget`` the decoder's, by default what fills at the same time.
         """
-        for name, default in (
-            ("speed_perturbation", (1.0,)),
-            ("silence_padding", None),
-            ("audio_augmentation", AudioAugmentationConfig()),
-            ("filters", FilterConfig()),
-            ("text", "required"),
-        ):
-            if getattr(config, name) != default:
-                raise ValueError(
-                    f"`data.{name}` must be left out where `data.text_share` is 1, because text "
-                    f"pairs have no audio, but is {getattr(config, name)}."
-                )
+        config.check_defaults(
+            ("speed_perturbation", "silence_padding", "audio_augmentation", "filters", "text"),
+            "where `data.text_share` is 1, because text pairs have no audio",
+        )
         corpus = cls.load(
             paths,
             tokenizer,

@@ -48,14 +48,9 @@ class CostModel:
             raise ValueError("`frame` or another factor must be at least 1 FLOP, but all are 0.")
 
     def of(self, frames: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return the cost of each utterance in exact integers, equal on every machine.
+        """Return the FLOPs of each utterance, int64 (n,), equal on every machine.
 
-        Args:
-            frames: int (n,), encoder frames, at least 0.
-            tokens: int (n,), decoder tokens, at least 0.
-
-        Returns:
-            int64 (n,), FLOPs, with the factors rounded to integers.
+        The factors are rounded to integers.
         """
         a, b, c, d, e = (round(getattr(self, name)) for name in FACTORS)
         f = np.asarray(frames).astype(np.int64)

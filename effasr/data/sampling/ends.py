@@ -166,21 +166,13 @@ def _first(utterances: Utterances, scarce: int, amount: int, seed: int, number: 
 
 
 def exchanged(
-    values: Sequence[np.ndarray],
-    missing: Sequence[int],
-    units: Sequence[int],
-    chosen: np.ndarray,
-    waiting: np.ndarray,
+    values: Sequence[np.ndarray],  # each quantity of the utterances, int32 (n,)
+    missing: Sequence[int],  # of the target of each quantity; negative for too much
+    units: Sequence[int],  # amount of each quantity that counts as much as that of the others
+    chosen: np.ndarray,  # int (c,), indices of utterances; the last 256 may be exchanged
+    waiting: np.ndarray,  # int (w,), indices of utterances that are not chosen
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exchange chosen utterances for waiting ones, to meet the target of each quantity.
-
-    Args:
-        values: int32 (n,), each quantity of the utterances.
-        missing: What the chosen ones lack of the target of each quantity; negative for too much.
-        units: Amount of each quantity that counts as much as that of the others.
-        chosen: int (c,), indices of utterances; the last 256 may be exchanged.
-        waiting: int (w,), indices of utterances that are not chosen.
-    """
+    """Exchange chosen utterances for waiting ones, to meet the target of each quantity."""
     # Index -1 stands for no utterance.
     chosen, waiting = np.append(chosen, -1), np.append(waiting, -1)
     values, missing = [np.append(v, np.int32(0)) for v in values], list(missing)

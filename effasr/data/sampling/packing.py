@@ -36,12 +36,14 @@ EpochEnd = Literal["carry", "exact"]
 def plan_epoch(
     lengths: UtteranceLengths,
     *,
-    shape: StaticShape,
-    micro_batches: int,
+    shape: StaticShape,  # budgets of a micro-batch
+    micro_batches: int,  # of a global step, over all ranks
     seed: int,
     epoch: int,
-    cost: CostModel = CANARY_180M_FLASH,
-    epoch_end: EpochEnd | None = None,
+    cost: CostModel = CANARY_180M_FLASH,  # by which micro-batches are steps
+    epoch_end: EpochEnd | None = None,  # by default ``carry``, or ``exact`` for a ``population``
+    # int32 (p,), the utterances of this epoch with repetitions, instead of every utterance once.
+    # Only ``exact`` is possible, because other epochs may have others.
     population: np.ndarray | None = None,
 ) -> EpochPlan:
     """Plan an epoch; a pure function of its arguments.
@@ -51,17 +53,6 @@ def plan_epoch(
     utterance was planned e + 1 times, or e times if it is in ``deferred``. With ``exact`` an epoch
     is exactly the corpus, and the room left in its last step is spread evenly over all steps. A
     corpus that fills less than a step is always planned so.
-
-    Args:
-        lengths: Frames and tokens of the utterances.
-        shape: Budgets of a micro-batch.
-        micro_batches: Micro-batches of a global step, over all ranks.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-        cost: Cost model by which micro-batches are steps; by default that of a common model.
-        epoch_end: ``carry`` or ``exact``; by default ``carry``, or ``exact`` for a ``population``.
-        population: int32 (p,), the utterances of this epoch with repetitions, instead of every
-            utterance once. Only ``exact`` is possible, because other epochs may have others.
     """
     _check(micro_batches, epoch, epoch_end, population)
     members = _members(lengths, population)
@@ -274,19 +265,11 @@ _ORDERS = 24
 
 
 def group_into_steps(cost: np.ndarray, micro_batches: int, seed: int, epoch: int) -> np.ndarray:
-    """Group micro-batches of similar cost into steps, in random order.
+    """Group micro-batches of similar cost into steps, in random order: (steps, micro_batches).
 
-    Within a step, rank r of W runs the micro-batches r, r + W, ...: their order balances the ranks
-    for all W that divide ``micro_batches``.
-
-    Args:
-        cost: int64 (steps * micro_batches,), predicted FLOPs of each micro-batch.
-        micro_batches: Micro-batches of a step.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-
-    Returns:
-        int64 (steps, micro_batches), indices of micro-batches.
+    ``cost`` is the predicted FLOPs of each micro-batch, int64. Within a step, rank r of W runs the
+    micro-batches r, r + W, ...: their order balances the ranks for all W that divide
+    ``micro_batches``.
     """
     alike = np.argsort(cost, kind="stable").reshape(-1, micro_batches)
     alike = alike[shuffled(len(alike), seed, epoch)]
@@ -312,13 +295,8 @@ def group_into_steps(cost: np.ndarray, micro_batches: int, seed: int, epoch: int
 def imbalance(cost: np.ndarray, micro_batches: int, world_size: int) -> np.ndarray:
     """Return by how much the slowest rank's work exceeds the mean of the ranks, in each step.
 
-    Args:
-        cost: int (steps * micro_batches,), predicted FLOPs of each micro-batch, as planned.
-        micro_batches: Micro-batches of a step.
-        world_size: Number of ranks; divides ``micro_batches``.
-
-    Returns:
-        float64 (steps,), relative to the mean; 0 where all ranks have equal work.
+    ``cost`` is the predicted FLOPs of each micro-batch, as planned. The result is relative to the
+    mean, float64 (steps,).
     """
     rule = f"divide `micro_batches` = {micro_batches}"
     check(world_size >= 1 and (not micro_batches % world_size), "world_size", rule, world_size)

@@ -20,29 +20,20 @@ Population = Callable[[int], np.ndarray]
 
 
 def population(
-    sources: np.ndarray,
-    amounts: np.ndarray,
-    quotas: Sequence[int],
+    sources: np.ndarray,  # int (n,), the source of each utterance
+    amounts: np.ndarray,  # int (n,), size of each utterance, such as its samples; at least 1
+    quotas: Sequence[int],  # of each source in an epoch, in the unit of ``amounts``
     *,
     seed: int,
     epoch: int,
 ) -> np.ndarray:
-    """Draw the utterances of an epoch so that every source contributes its quota.
+    """Draw the utterances of an epoch so that every source contributes its quota: int32 (p,).
 
     A pure function. Each source is an endless sequence of its utterances, shuffled anew for each
     pass. An epoch takes the next ``quotas[s]`` of it; an utterance belongs to the epoch in which it
     begins. As all passes are equally long, any epoch is computed directly. Quotas are met to within
     one utterance, and utterances of a source are drawn equally often to within one or two.
-
-    Args:
-        sources: int (n,), the source of each utterance.
-        amounts: int (n,), size of each utterance, such as its samples; at least 1.
-        quotas: Contribution of each source to an epoch, in the unit of ``amounts``.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-
-    Returns:
-        int32 (p,), grouped by source; the planner shuffles them.
+    The planner shuffles them.
     """
     result = sequences(sources, amounts, quotas, seed=seed, epoch=epoch)
     parts = [item.stretch(q * epoch, q * (epoch + 1)) for q, item in result]
@@ -149,27 +140,18 @@ _NONE = np.arange(0, dtype=np.int32)
 
 def even_population(
     lengths: UtteranceLengths,
-    sources: np.ndarray,
-    quotas: Sequence[int],
+    sources: np.ndarray,  # int (n,), the source of each utterance
+    quotas: Sequence[int],  # tokens that each source contributes to an epoch on average
     *,
     seed: int,
     epoch: int,
 ) -> np.ndarray:
-    """Draw the utterances of an epoch with equal frames and tokens in every epoch.
+    """Draw the utterances of an epoch with equal frames and tokens in every epoch: int32 (p,).
 
     A pure function. What it draws over all epochs is what `population` draws from tokens; only
     utterances near the borders between epochs belong to the epoch before or after instead. A border
-    has to make up for all that was drawn before it, so shares of sources do not drift.
-
-    Args:
-        lengths: Frames of each utterance, and tokens, in which quotas are given.
-        sources: int (n,), the source of each utterance.
-        quotas: Tokens that each source contributes to an epoch on average.
-        seed: Seed of the run.
-        epoch: Number of the epoch.
-
-    Returns:
-        int32 (p,); the planner shuffles them.
+    has to make up for all that was drawn before it, so shares of sources do not drift. The
+    planner shuffles the result.
     """
     result = sequences(sources, lengths.tokens, quotas, seed=seed, epoch=epoch)
     if not result:

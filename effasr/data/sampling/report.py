@@ -42,31 +42,22 @@ class PlanReport:
 
 
 def measure(
-    plans: Sequence[EpochPlan],
+    plans: Sequence[EpochPlan],  # with equal micro-batches per step
     lengths: UtteranceLengths,
-    seconds: np.ndarray,
+    seconds: np.ndarray,  # float64 (n,), durations of the utterances
     *,
     cost: CostModel,
-    world_size: int,
-    shape: StaticShape | None,
+    world_size: int,  # number of ranks; micro-batch m of a step belongs to rank m modulo it
+    shape: StaticShape | None,  # None for padded micro-batches
+    # int (n,), the bucket of each utterance; None without buckets, or where an epoch has its own
     buckets: np.ndarray | None = None,
 ) -> PlanReport:
     """Add up what plans execute and what the utterances need.
 
     With a static shape, every micro-batch has the rows of its budgets; padding rows cost the linear
     terms only, since no utterance attends to them. Otherwise micro-batches are padded: each of
-    their utterances costs as much as one with the batch's most frames and most tokens.
-
-    Args:
-        plans: Plans of one or more epochs, with equal micro-batches per step.
-        lengths: Lengths of the utterances.
-        seconds: float64 (n,), durations of the utterances.
-        cost: Cost model.
-        world_size: Number of ranks; micro-batch m of a step belongs to rank m modulo it. If they
-            cannot share a step evenly, some ranks have an empty micro-batch in its last round.
-        shape: The static shape; None for padded micro-batches.
-        buckets: int (n,), the bucket of each utterance; None for a strategy without buckets, and
-            where each epoch has its own.
+    their utterances costs as much as one with the batch's most frames and most tokens. If ranks
+    cannot share a step evenly, some have an empty micro-batch in its last round.
     """
     check(plans, "plans", "hold at least one plan", "empty")
     micro_batches = plans[0].micro_batches

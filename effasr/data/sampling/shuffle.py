@@ -6,24 +6,17 @@ import numpy as np
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return a permutation of ``0 .. count - 1`` that depends on the arguments alone.
+    """Return a permutation of ``0 .. count - 1`` that depends on the arguments alone, int64.
 
     Every index is hashed together with seed and epoch, and the hashes are sorted.
-
-    Returns:
-        int64 (count,).
     """
     return np.argsort(hashes(count, seed, epoch), kind="stable")
 
 
 def hashes(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return pseudo-random numbers for ``0 .. count - 1`` that depend on the arguments alone.
+    """Return uniform random numbers for ``0 .. count - 1`` by the arguments alone, uint64.
 
-    Returns:
-        uint64 (count,), uniformly distributed.
-
-    References:
-        The hash is SplitMix64's: Steele et al., 2014, https://doi.org/10.1145/2714064.2660195.
+    The hash is SplitMix64's: Steele et al., 2014, https://doi.org/10.1145/2714064.2660195.
     """
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
     values = np.arange(count, dtype=np.uint64)

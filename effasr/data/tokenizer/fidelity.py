@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from effasr.data.tokenizer.base import Tokenizer
 
 _SHOWN = 10
-MAX_UNKNOWN = 0.05
-"""Share of unknown tokens above which a tokenizer is that of other texts."""
 
 
 class TextFidelity:

@@ -47,11 +47,9 @@ class Teacher:
         self._sums = torch.zeros(5, dtype=torch.float64, device=self._device)
 
     def label(self, batches: Sequence[Batch], step: int) -> tuple[list[Batch], Tensor]:
-        """Label the micro-batches of the global step, counted from 0.
+        """Label the micro-batches of the global step, counted from 0, on the model's device.
 
-        Returns:
-            The micro-batches, with labels on the device of the model; and float64 (), by how many
-            targets they have more of what CTC counts.
+        Also return, float64 (), by how many targets they have more of what CTC counts.
         """
         added = torch.zeros((), dtype=torch.float64, device=self._device)
         labelled = []
@@ -152,20 +150,16 @@ def emitted(best: Tensor, layout: PackedLayout, blank_id: int) -> Tensor:
 
 
 def add_labels(
-    text: PackedSequence, best: Tensor, emits: Tensor, frames: PackedLayout, room: Tensor
+    text: PackedSequence,  # int64 (U,), transcripts; empty for the utterances to label
+    best: Tensor,  # int64 (T,), the likeliest class of each frame
+    emits: Tensor,  # bool (T,), at which frames it is written
+    frames: PackedLayout,
+    room: Tensor,  # int64 (N,), tokens that a label may have; 0 for an utterance with a transcript
 ) -> tuple[PackedSequence, Tensor]:
     """Write labels beside transcripts, in the same number of rows, without waiting for the device.
 
-    Args:
-        text: int64 (U,), transcripts; empty for the utterances to label.
-        best: int64 (T,), the likeliest class of each frame.
-        emits: bool (T,), at which frames it is written.
-        frames: Layout of these, N sequences.
-        room: int64 (N,), tokens that a label may have; 0 for an utterance with a transcript.
-
-    Returns:
-        Transcripts and labels, with the layout on the device alone; and int64 (N,), the tokens that
-        each utterance to label has, 0 for the others. A label of more than ``room`` is left out.
+    Also return the tokens that each utterance to label has, int64 (N,), 0 for the others. The new
+    layout is on the device alone. A label of more than ``room`` is left out.
     """
     count, rows = frames.num_sequences, text.layout.rows
     owner = frames.sequence_ids()

@@ -16,16 +16,9 @@ _FADE = SAMPLE_RATE // 50
 
 
 def add_noise(speech: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
-    """Add noise at a signal-to-noise ratio.
+    """Add noise at a ratio ``snr`` of the mean powers, in dB; the speech stays as loud as it was.
 
-    Args:
-        speech: float32 (samples,).
-        noise: float32 (samples,), as many.
-        snr: Ratio of the mean powers of both, in dB.
-
-    Returns:
-        float32 (samples,), with the speech as loud as it was; the speech alone where either is
-        silent, so that there is no ratio.
+    Where either is silent there is no ratio, and the speech is returned alone.
     """
     power, noise_power = mean_power(speech), mean_power(noise)
     if power == 0 or noise_power == 0:
@@ -35,17 +28,9 @@ def add_noise(speech: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
 
 
 def looped(clip: np.ndarray, samples: int, start: int) -> np.ndarray:
-    """Return a stretch of a clip that is repeated without end.
+    """Return a stretch of a clip, of at least one sample, that is repeated without end.
 
     Where it begins anew, its end is faded out under its beginning, at equal power.
-
-    Args:
-        clip: float32 (n,), with at least one sample.
-        samples: Samples of the stretch.
-        start: Start in the clip.
-
-    Returns:
-        float32 (samples,).
     """
     if start + samples <= len(clip):
         return clip[start : start + samples]
@@ -73,17 +58,10 @@ _MU = 255.0
 
 
 def telephone(audio: np.ndarray) -> np.ndarray:
-    """Return audio after 8 kHz and 8 bits of mu-law.
+    """Return audio after 8 kHz and 8 bits of mu-law, at the same rate and time.
 
-    Args:
-        audio: float32 (samples,); full scale is 1.
-
-    Returns:
-        float32 (samples,), at the same rate and time, without anything above 4 kHz. What is
-        beyond full scale is clipped, as a telephone does.
-
-    References:
-        ITU-T G.711; here the continuous curve, of which the standard has a piecewise linear one.
+    What is beyond full scale, 1, is clipped, as a telephone does. The curve is the continuous one,
+    of which the standard, ITU-T G.711, has a piecewise linear one.
     """
     narrow = soxr.resample(audio, SAMPLE_RATE, _TELEPHONE_RATE)
     wide = soxr.resample(_expanded(_compressed(narrow)), _TELEPHONE_RATE, SAMPLE_RATE)
@@ -133,14 +111,7 @@ def reverberate(speech: np.ndarray, response: ImpulseResponse) -> np.ndarray:
     """Speech in a room, as long and as loud as before, and at the same time.
 
     The delay of the direct path is taken away, so that what is heard when stays as the text has
-    it; what sounds on after the end is cut off.
-
-    Args:
-        speech: float32 (samples,).
-        response: Impulse response of the room.
-
-    Returns:
-        float32 (samples,); the mean power is that of ``speech``.
+    it; what sounds on after the end is cut off. The mean power stays.
 
     References:
         Ko et al., 2017, A study on data augmentation of reverberant speech for robust speech
@@ -154,12 +125,9 @@ def reverberate(speech: np.ndarray, response: ImpulseResponse) -> np.ndarray:
 
 
 def convolve(signal: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """Return the whole convolution of float32 (n,) and (m,), by FFTs of blocks (overlap-add).
+    """Return the whole convolution, (n + m - 1,), by FFTs of blocks (overlap-add).
 
     By NumPy and not by torch, whose FFTs may differ in the last bit from one call to the next.
-
-    Returns:
-        float32 (n + m - 1,).
     """
     size = max(8192, 2 ** math.ceil(math.log2(4 * len(kernel))))
     step = size - len(kernel) + 1
