@@ -1,4 +1,4 @@
-"""Progress of a command on standard error, where a terminal is attached."""
+"""Progress of a command on standard error: a line that changes on a terminal, else now and then."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _MEGABYTE = 10**6
 _TICK_S = 1.0
 _PATIENCE_S = 2.0
 """Shorter work shows nothing; a rate or a time left is shown from here on."""
+_LINE_S = 30.0
+"""Time between two lines where no terminal is attached, and before the first."""
 
 
 @contextmanager
 def progress_counter(unit: str) -> Iterator[Callable[..., None]]:
     """Yield a function of how many are done, of how many, and of how many seconds of audio."""
-    is_terminal, due, started = sys.stderr.isatty(), 0.0, time.monotonic()
+    wait, started = _REFRESH_S if sys.stderr.isatty() else _LINE_S, time.monotonic()
+    due = 0.0 if sys.stderr.isatty() else started + wait
 
     def show(done: int, total: int | None = None, audio: float | None = None) -> None:
         nonlocal due
-        if not is_terminal:
-            return
         now = time.monotonic()
         if now >= due:
-            due = now + _REFRESH_S
-            sys.stderr.write(f"\r{describe(done, total, unit, now - started, audio)}\x1b[K")
-            sys.stderr.flush()
+            due = now + wait
+            _write(describe(done, total, unit, now - started, audio))
 
     try:
         yield show
@@ -152,21 +152,18 @@ def working(
         # A single part has no more to show than the time.
         parts = (done, total) if total > 1 else None
 
-    if not sys.stderr.isatty():
-        yield show
-        return
+    waits = (_PATIENCE_S, _TICK_S) if sys.stderr.isatty() else (_LINE_S, _LINE_S)
     started, ended = time.monotonic(), threading.Event()
 
     def tick() -> None:
-        wait = _PATIENCE_S
+        wait = waits[0]
         while not ended.wait(wait):
             if count is not None and (result := count()) is not None:
                 show(*result)
             seconds = time.monotonic() - started
             counted = "" if parts is None else f", {describe(*parts, unit, seconds)}"
-            sys.stderr.write(f"\r{text}, {clock(seconds)}{counted}\x1b[K")
-            sys.stderr.flush()
-            wait = _TICK_S
+            _write(f"{text}, {clock(seconds)}{counted}")
+            wait = waits[1]
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()
@@ -176,6 +173,11 @@ def working(
         ended.set()
         thread.join()
         erase_line()
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"\r{text}\x1b[K" if sys.stderr.isatty() else f"{text}\n")
+    sys.stderr.flush()
 
 
 def erase_line() -> None:

@@ -411,6 +411,7 @@ class Trainer:
             self.strategy.is_stopping = True
             return False
         self.log.display.validation_s = time.perf_counter() - began
+        self.log.display.validated_s += self.log.display.validation_s
         self.progress.must_validate = False
         if self.config.model.best_rq is not None:
             metric = self._record_losses(cast("Mapping[str, LossResult]", results))
@@ -558,7 +559,9 @@ class Trainer:
         prompt, language = self.resolved.corpus.prompt, self.config.data.language
         if self.config.model.language_model is not None:
             prompt = Prompt(language, language)  # conversations have none
-        return Validator(self.config, self.model, self.resolved.tokenizer, context, prompt)
+        validator = Validator(self.config, self.model, self.resolved.tokenizer, context, prompt)
+        validator.progress = lambda *counts: self.log.display.validating(*counts)
+        return validator
 
     def _open_log(self) -> None:
         is_main, step = self.strategy.context.is_main, self.progress.step

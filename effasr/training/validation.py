@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lhotse.cut import Cut
 
@@ -65,6 +66,7 @@ class Validator:
         self._model = model
         self._tokenizer = tokenizer
         self._context = context
+        self.progress: Callable[[str, int, int], None] = lambda *counts: None
         # Unknown settings are errors before training starts.
         get_normalizer(self._config.normalizer)
         recognizer = Recognizer(model, tokenizer, self._config.decoding)
@@ -122,14 +124,13 @@ class Validator:
     def _evaluate(
         self, name: str, members: list[Cut] | list[TextPair]
     ) -> tuple[Evaluation, ProbeSums]:
-        function = evaluate_pairs if isinstance(next(iter(members), None), TextPair) else evaluate
-        part = function(
-            self._model,
-            self._tokenizer,
-            members,  # type: ignore[arg-type]
-            normalizer=self._config.normalizer,
-            config=self._config.decoding,
-        )
+        done, model = itertools.count(1), (self._model, self._tokenizer)
+        settings: Any = {"normalizer": self._config.normalizer, "config": self._config.decoding}
+        if isinstance(next(iter(members), None), TextPair):
+            part = evaluate_pairs(*model, members, **settings)  # type: ignore[arg-type]
+        else:
+            settings["on_result"] = lambda result: self.progress(name, next(done), len(members))
+            part = evaluate(*model, members, **settings)  # type: ignore[arg-type]
         return part, self._probes[name]() if name in self._probes else ProbeSums()
 
 

@@ -14,6 +14,7 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.training import metrics as meters
 from effasr.training.flops import peak_flops, peak_of, work_of
 from effasr.training.metrics import TrainingMetrics
+from effasr.training.run_dir import run_log
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.run_dir.run_log import ProgressDisplay, SilentDisplay, describe
 from effasr.training.step import StepReport
@@ -207,20 +208,31 @@ def test_the_figures_are_those_of_the_line():
     assert describe(LINE | {"loss": None}, ranks=1).startswith("loss -  RTFx 400")
 
 
-def test_without_a_terminal_there_is_one_plain_line_per_entry():
+def test_without_a_terminal_there_is_one_plain_line_per_entry(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(run_log.time, "monotonic", lambda: now)
     out = io.StringIO()
     console = Console(file=out, force_terminal=False, width=40)
     with ProgressDisplay(170, 0, 1, console, validate_every=30) as display:
-        display.advance(49)
         display.metrics(LINE)
         display.show("validation: [WER] 0.1")
         display.validation_s = 30.0
+        # The first step here compiles, and is not one of those to come.
+        for step in range(51, 91):
+            now += 100.0 if step == 51 else 0.5
+            display.advance(step)
+        now, display.validated_s = now + 40.0, 40.0
+        display.validating("dev", 3, 9)
         display.metrics(LINE | {"step": 110})
-    first, second, third = out.getvalue().splitlines()
-    assert first.startswith("step 50/170  loss 1.2346")
-    assert first.endswith("ETA 0:01:00")
-    assert second == "validation: [WER] 0.1"
-    assert third.endswith("ETA 0:01:30")  # 60 steps and two validations
+        now += 5.0
+        display.validating("dev", 4, 9)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("step 50/170  loss 1.2346")
+    assert lines[0].endswith("ETA 0:01:00")
+    assert lines[1:3] == ["validation: [WER] 0.1", "step 51/170  ETA -:--:--"]
+    assert lines[3:5] == ["3/9 utterances of dev are decoded", lines[4]]
+    assert lines[4].endswith("ETA 0:01:20")  # 60 steps and two validations
+    assert len(lines) == 5
 
 
 def test_the_line_of_progress_fits_80_columns():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # The progress display: a bar on a terminal, plain lines elsewhere.
 
 _LEAST_WIDTH_FOR_BAR = 110  # Columns of a terminal; the bar is left out of a narrower one
+_LINE_S = 30.0  # Between two lines of steps or of a validation, where there is no bar
 
 
 class ProgressDisplay:
@@ -49,6 +51,9 @@ class ProgressDisplay:
     ) -> None:
         self._validate_every = validate_every or max(total, 1)
         self.validation_s = 0.0  # Duration of the last validation
+        self.validated_s = 0.0  # Duration of those since the first step
+        self._first: tuple[int, float] | None = None  # First step here, which is slow, and its end
+        self._due = 0.0
         self._console = console or Console(stderr=True)
         self._total = total
         self._ranks = ranks
@@ -74,21 +79,47 @@ class ProgressDisplay:
 
     def advance(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
+        if self._first is None:
+            self._first, self.validated_s, self._due = (step, time.monotonic()), 0.0, 0.0
+        seconds = self._seconds_a_step(step)
+        left = "-:--:--" if seconds is None else self._left(self._total - step, seconds)
+        self._say(f"step {step}/{self._total}  ETA {left}")
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         state = describe(line, self._ranks)
         # With AdaScale a step may count as several; learners share the steps among themselves.
-        per_step = line["step_s"] / line.get("gain", 1.0)
+        per_step = (self._seconds_a_step(line["step"]) or line["step_s"]) / line.get("gain", 1.0)
         if line.get("plan_steps_per_s"):
             per_step = 1 / line["plan_steps_per_s"]
-        steps = max(self._total - line.get("progress", line["step"]), 0)
-        left, every = steps * per_step, self._validate_every
+        left = self._left(self._total - line.get("progress", line["step"]), per_step)
+        self._bar.update(self._task, completed=line["step"], state=state, left=left)
+        self._due = 0.0
+        self._say(f"step {line['step']}/{self._total}  {state}  ETA {left}")
+
+    def validating(self, name: str, done: int, total: int) -> None:
+        text = f"{done}/{total} utterances of {name} are decoded"
+        self._bar.update(self._task, state=text)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        """Show a line where there is no bar, if the last is long ago."""
+        now = time.monotonic()
+        if now >= self._due and not self._console.is_terminal:
+            self._due = now + _LINE_S
+            self.show(text)
+
+    def _seconds_a_step(self, step: int) -> float | None:
+        """Return the mean of the steps here but the first, with checkpoints; None before."""
+        if self._first is None or step <= self._first[0]:
+            return None
+        seconds = time.monotonic() - self._first[1] - self.validated_s
+        return seconds / (step - self._first[0])
+
+    def _left(self, steps: float, per_step: float) -> str:
+        left, every = max(steps, 0) * per_step, self._validate_every
         seconds = interval_seconds("validate_every", every)
-        count = steps / int(every) if seconds is None else left / seconds
-        left += math.ceil(count) * self.validation_s
-        self._bar.update(self._task, completed=line["step"], state=state, left=_clock(left))
-        if not self._console.is_terminal:
-            self.show(f"step {line['step']}/{self._total}  {state}  ETA {_clock(left)}")
+        count = max(steps, 0) / int(every) if seconds is None else left / seconds
+        return _clock(left + math.ceil(count) * self.validation_s)
 
     def show(self, text: str) -> None:
         """Show one line above the bar, on a terminal folded between words."""
