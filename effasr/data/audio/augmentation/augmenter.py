@@ -87,8 +87,7 @@ class Clips:
     def read(self, index: int, start: int = 0, samples: int | None = None) -> np.ndarray:
         """Return the samples of a recording from ``start`` on, up to the end by default.
 
-        Returns:
-            float32 (samples,), mono, at `SAMPLE_RATE`; not to be written to.
+        They are mono, at `SAMPLE_RATE`, and not to be written to.
         """
         end = int(self.samples[index]) if samples is None else start + samples
         if self.samples[index] > _WHOLE:
@@ -188,11 +187,13 @@ class Augmenter:
             where = "data.audio_augmentation.reverberation.manifests"
             self._responses = Clips.load(room.manifests, where)
         steps = (
-            (_REVERBERATION, config.reverberation, self._reverberate),
-            (_NOISE, config.noise, self._add_noise),
-            (_TELEPHONE, config.telephone, self._telephone),
+            (_REVERBERATION, room, self._reverberate),
+            (_NOISE, noise, self._add_noise),
+            (_TELEPHONE, config.telephone, lambda audio, *_: telephone(audio)),
         )
-        self._steps = [(kind, apply) for kind, section, apply in steps if section is not None]
+        self._steps = [
+            (kind, section.probability, apply) for kind, section, apply in steps if section
+        ]
 
     def __bool__(self) -> bool:
         """Return whether there is anything to do."""
@@ -227,16 +228,17 @@ class Augmenter:
         place = self._seed, moment.epoch, moment.step, moment.index
         if silence:
             audio = with_silence(audio, silence, np.random.default_rng((*place, _SILENCE)))
-        for kind, apply in self._steps:
-            audio = apply(audio, np.random.default_rng((*place, kind)), unreadable)
+        for kind, probability, apply in self._steps:
+            rng = np.random.default_rng((*place, kind))
+            if rng.random() < probability:
+                audio = apply(audio, rng, unreadable)
         return audio, unreadable
 
     def _reverberate(
         self, audio: np.ndarray, rng: np.random.Generator, unreadable: list[Dropped]
     ) -> np.ndarray:
         config, responses = self._config.reverberation, self._responses
-        if config is None or rng.random() >= config.probability:
-            return audio
+        assert config is not None
         if responses is None:
             return reverberate(audio, simulated_room(rng, config.decay_time))
         index = int(rng.integers(len(responses)))
@@ -249,8 +251,8 @@ class Augmenter:
         self, audio: np.ndarray, rng: np.random.Generator, unreadable: list[Dropped]
     ) -> np.ndarray:
         config, noises = self._config.noise, self._noises
-        if config is None or noises is None or rng.random() >= config.probability:
-            return audio
+        assert config is not None
+        assert noises is not None
         snr = rng.uniform(*config.snr)
         index = int(rng.integers(len(noises)))
         length = int(noises.samples[index])
@@ -263,14 +265,6 @@ class Augmenter:
             read = lambda: looped(noises.read(index), len(audio), start)
         noise = self._tried(noises, index, read, unreadable)
         return audio if noise is None else add_noise(audio, noise, snr)
-
-    def _telephone(
-        self, audio: np.ndarray, rng: np.random.Generator, unreadable: list[Dropped]
-    ) -> np.ndarray:
-        config = self._config.telephone
-        if config is None or rng.random() >= config.probability:
-            return audio
-        return telephone(audio)
 
     def _tried(
         self, clips: Clips, index: int, read: Callable[[], T], unreadable: list[Dropped]
