@@ -30,7 +30,7 @@ class DataConfig:
         tokenizer: Folder of the tokenizer.
         speed_perturbation: Speeds of training utterances. Each utterance is in every epoch once at
             every speed, as an utterance of its own, to whose length limits and shares apply. With
-            0.9, 1.0 and 1.1, an epoch has three times the steps.
+            0.9, 1.0 and 1.1, an epoch has three times the steps. Null for none.
         silence_padding: Silence at the ends of training utterances; null for none.
         audio_augmentation: Other augmentations of the audio: noise, rooms, the telephone.
         text: Use of transcripts. ``required``: utterances without a text are dropped. ``optional``:
@@ -93,7 +93,7 @@ class DataConfig:
     mix: MixConfig | None = None
     validation: str | tuple[str, ...] = ()
     tokenizer: str = ""
-    speed_perturbation: tuple[float, ...] = (1.0,)
+    speed_perturbation: tuple[float, ...] | None = (1.0,)
     silence_padding: SilencePaddingConfig | None = None
     audio_augmentation: AudioAugmentationConfig = field(default_factory=AudioAugmentationConfig)
     text: TextUse = "required"
@@ -125,6 +125,7 @@ class DataConfig:
             value = getattr(self, name)
             paths = (value,) if isinstance(value, str) else tuple(value)
             object.__setattr__(self, name, paths)
+        object.__setattr__(self, "speed_perturbation", self.speeds)
         if self.mix is not None and self.train:
             raise ValueError(
                 f"`train` must be left out where `mix` is given, but is {', '.join(self.train)}: "
@@ -154,6 +155,10 @@ class DataConfig:
                 "epoch has utterances of its own, but is carry."
             )
         self._options(None).check(self.strategy)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        return (1.0,) if self.speed_perturbation is None else self.speed_perturbation
 
     def strategy_options(self, framing: Framing = FASTCONFORMER) -> StrategyOptions:
         path = self.bucket_batch_sizes
@@ -286,7 +291,7 @@ class DataConfig:
             languages=tuple(map(language_code, self.filters.languages)),
             characters=self.filters.characters,
             ctc=ctc,
-            speed_perturbation=self.speed_perturbation,
+            speed_perturbation=self.speeds,
             framing=framing,
             text=self.text,
         )

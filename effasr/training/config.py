@@ -69,8 +69,8 @@ class DiagnosticsConfig:
     remedy, and again only if it comes back; warnings.jsonl has the same.
 
     Attributes:
-        ctc_epochs: Epochs after which the CTC loss must be lower than that of a CTC head that
-            ignores the audio.
+        ctc_epochs: Passes over the corpus (a copy at another speed is one, too) after which the
+            CTC loss must be lower than that of a CTC head that ignores the audio.
         ctc_steps: Least number of steps before that is asked of a corpus whose audio has enough
             encoder frames for each token; without them, CTC stays where it is.
         validations: Successive validations after which an error rate counts as stuck, and a
@@ -82,7 +82,7 @@ class DiagnosticsConfig:
     """
 
     ctc_epochs: int = 2
-    ctc_steps: int = 1000
+    ctc_steps: int = 100
     validations: int = 3
     probe_utterances: int = 32
     examples: int = 2

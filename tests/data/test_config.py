@@ -65,8 +65,9 @@ def test_messages(cls, fields, message):
         cls(**fields)
 
 
-def test_one_path_or_several():
+def test_one_path_or_several_and_no_speeds():
     assert DataConfig(train="a").train == ("a",)
+    assert DataConfig(speed_perturbation=None).speed_perturbation == (1.0,)
     assert DataConfig(train=("a", "b")).manifests == [("a", 0), ("b", 0)]
 
 

@@ -104,9 +104,9 @@ def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_to
         (SHORT, False, [(4.0, 50, 2000, 3)], [True], ["larger vocabulary"], "subsampling"),
         (LONG, True, [(4.0, 50, 2000, 3)], [True], ["optimizer.lr", "ctc_weight"], "vocabulary"),
         # With enough frames it has more steps.
-        (LONG, True, [(4.0, 50, 999, 30)], [False], [], ""),
+        (LONG, True, [(4.0, 50, 99, 30)], [False], [], ""),
         (LONG, True, [(4.0, 50, 1000, 1)], [False], [], ""),
-        (LONG, True, [(4.0, 50, 1000, 2)], [True], [], "?"),
+        (LONG, True, [(4.0, 50, 100, 2)], [True], [], "?"),
         # A loss that falls is no plateau.
         (SHORT, True, [(x, 50, 50 * n, n) for n, x in enumerate([5.0, 4.0, 3.4, 2.6, 1.9])],
          [False] * 5, [], ""),
@@ -175,6 +175,9 @@ INSERTED, DELETED = imbalance(insertions=30, deletions=10), imbalance(insertions
         (StuckErrorRate(CONFIG), map(rate, [100, 97, 98]), ["100, 97, 98 %"]),
         (StuckErrorRate(CONFIG), map(rate, [100, 97, 98, 96]), ["97, 98, 96 %"]),
         (StuckErrorRate(CONFIG), map(rate, [100, 97, 92]), None),
+        # A warning ends with a rate below, not with the first progress.
+        (StuckErrorRate(CONFIG), map(rate, [100, 97, 98, 91]), ["97, 98, 91 %"]),
+        (StuckErrorRate(CONFIG), map(rate, [100, 97, 98, 91, 89]), None),
         (StuckErrorRate(CONFIG), map(rate, [99, 60, 99]), None),
         (StuckErrorRate(CONFIG), map(rate, [95, 93, 89]), None),
         (StuckErrorRate(CONFIG), map(rate, [30, 30, 30, 30]), None),
@@ -253,23 +256,27 @@ def scored(name, reference, hypothesis, duration=1.0) -> ScoredUtterance:
 
 
 def diagnostics() -> Diagnostics:
-    return Diagnostics(CONFIG, "attention", SHORT, has_ctc=True, can_subsample_less=True)
+    options = {"has_ctc": True, "can_subsample_less": True, "pass_seconds": 500.0}
+    return Diagnostics(CONFIG, "attention", SHORT, **options)
 
 
 def line(step, ctc, epoch=9):
     losses = {"loss": 1.0, "ctc": ctc, "cross_entropy": 2.0, "transducer": 0.0, "guided": 0.0}
-    return {"step": step, "epoch": epoch} | losses
+    return {"step": step, "epoch": epoch, "audio_seconds": 20.0} | losses
 
 
 def test_a_condition_is_reported_once_when_it_begins_and_once_when_it_ends():
     monitor = diagnostics()
-    result = [monitor.observe(line(100 * n, ctc)) for n, ctc in enumerate([4, 4, 4, 1, 1, 4, 4], 1)]
+    # An epoch with copies at other speeds is several passes: the second is that of 1,000 s. Around
+    # 90 % of the loss without audio (4.0) nothing ends or begins.
+    losses = [4, 4, 3.5, 4, 3.3, 1, 3.5, 4, 4]
+    result = [monitor.observe(line(50 * n, ctc, epoch=0)) for n, ctc in enumerate(losses, 1)]
     assert [[change.finding is not None for change in changes] for changes in result] == [
-        [True], [], [], [False], [], [True], []
+        [True], [], [], [], [], [False], [], [True], []
     ]  # fmt: skip
     assert result[0][0].row()["warning"] == "ctc_plateau"
     assert str(result[0][0]).startswith("warning: CTC has not begun to align.")
-    assert str(result[3][0]) == "over: CTC has not begun to align."
+    assert str(result[5][0]) == "over: CTC has not begun to align."
     assert monitor.flags()["warning_ctc_plateau"] is True
     assert monitor.flags()["warning_overfitting"] is False
     # A line without an update changes nothing.
@@ -278,15 +285,16 @@ def test_a_condition_is_reported_once_when_it_begins_and_once_when_it_ends():
     assert monitor.state_dict()["parts"] == before
 
 
-def test_blanks_are_no_news_at_the_plateau():
-    probe = ProbeSums(tokens=30.0, frames=100.0, ctc_frames=100.0, ctc_blanks=100.0)
+def test_symptoms_are_no_news_at_the_plateau():
+    shares = {"ctc_frames": 100.0, "ctc_blanks": 100.0, "paired_own": 9.0, "paired_other": 9.0}
+    probe = ProbeSums(tokens=30.0, frames=100.0, paired_targets=9.0, **shares)
     evaluations = {"dev": Evaluation("none", (scored("a", "a b", "a b"),))}
     names = []
     for ctc in (4.0, 1.0):
         monitor = diagnostics()
         monitor.observe(line(100, ctc))
         names.append([change.name for change in monitor.validated(evaluations, probe, 9)])
-    assert names == [[], ["blanks_only"]]
+    assert names == [[], ["blanks_only", "ignores_audio"]]
 
 
 def test_a_restored_monitor_goes_on_as_if_nothing_had_happened():
@@ -385,7 +393,8 @@ def test_a_run_on_audio_without_speech_warns(make_config, noise, tmp_path, capsy
     assert run(config) == 0
     folder = tmp_path / "run"
     warned = read_lines(folder / "warnings.jsonl")
-    assert {"ctc_plateau", "ignores_audio", "stuck_error_rate"} <= {x["warning"] for x in warned}
+    # The error rate is stuck, too, but of the plateau nobody needs to hear twice.
+    assert {x["warning"] for x in warned} == {"ctc_plateau", "ignores_audio"}
     assert len({(x["warning"], x["step"]) for x in warned}) == len(warned)
     begun = [x["warning"] for x in warned if x["active"]]
     assert begun.count("ctc_plateau") == begun.count("ignores_audio") == 1

@@ -80,7 +80,7 @@ class Corpus(BaseCorpus):
         # The token budget is applied after reading: a change of it then needs no new reading.
         table = read(paths, tokenizer, replace(limits, token_budget=None), config.language, sources)
         selector = Selector(
-            table.columns(config.speed_perturbation),
+            table.columns(config.speeds),
             config,
             limits,
             zip(table.dropped_before.tolist(), table.dropped, strict=True),
@@ -104,7 +104,7 @@ class Corpus(BaseCorpus):
         config: DataConfig,
         prompt_id: int,
     ) -> Corpus:
-        selected, lengths, speeds = selection.rows, selection.lengths, config.speed_perturbation
+        selected, lengths, speeds = selection.rows, selection.lengths, config.speeds
         rows, prompt_ids = table.rows[selected], table.prompt_ids[selected]
         columns = [lengths.frames, lengths.tokens]
         extra = [] if selection.mixture is None else [selection.sources]

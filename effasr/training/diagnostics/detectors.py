@@ -95,7 +95,8 @@ class Detector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.STATE:
-            setattr(self, name, copy(state[name]))
+            # Checkpoints of earlier versions lack some.
+            setattr(self, name, copy(state.get(name, getattr(self, name))))
 
 
 @dataclass
@@ -106,6 +107,9 @@ class CTCPlateau(Detector):
 
     SHARE = 0.9
     """Share of the loss without audio below which the model counts as using the audio."""
+
+    CLEAR = 0.8
+    """The same after a warning, which would else begin and end with every noisy loss."""
 
     ENOUGH_FRAMES = 2.5
     """Median number of encoder frames per token below which CTC learns late or never."""
@@ -125,8 +129,10 @@ class CTCPlateau(Detector):
     def ctc_vs_blind_baseline(self) -> float | None:
         return None if self.average is None else self.average / self.baseline.loss
 
-    def observe(self, ctc: float, steps: int, step: int, epoch: int) -> Finding | None:
-        """Check the mean CTC loss per target over the latest ``steps``, after ``epoch`` epochs."""
+    def observe(
+        self, ctc: float, steps: int, step: int, passes: int, *, warned: bool = False
+    ) -> Finding | None:
+        """Check the mean CTC loss per target over the latest ``steps``, after so many passes."""
         decay = math.exp(-steps / self.MEMORY_STEPS)
         before = ctc if self.average is None else self.average
         self.average = decay * before + (1 - decay) * ctc
@@ -134,14 +140,14 @@ class CTCPlateau(Detector):
         is_short = baseline.frames_per_token < self.ENOUGH_FRAMES
         if step < self.LEAST_STEPS:
             return None
-        if epoch < config.ctc_epochs or (not is_short and step < config.ctc_steps):
+        if passes < config.ctc_epochs or (not is_short and step < config.ctc_steps):
             return None
-        if self.average < self.SHARE * baseline.loss:
+        if self.average < (self.CLEAR if warned else self.SHARE) * baseline.loss:
             return None
         return Finding(
             "CTC has not begun to align",
-            f"After {epoch} epochs its loss is {self.average:.2f} a token, and without the audio "
-            f"it would be {baseline.loss:.2f} (unigram entropy of the tokens "
+            f"After {passes} passes over the corpus its loss is {self.average:.2f} a token, and "
+            f"without the audio it would be {baseline.loss:.2f} (unigram entropy of the tokens "
             f"{baseline.entropy:.2f}). Half of the utterances have fewer than "
             f"{baseline.frames_per_token:.1f} encoder frames a token"
             f"{', which are too few' if is_short else ', which are enough'}.",
@@ -353,7 +359,7 @@ class ErrorBalance(Detector):
 class StuckErrorRate(Detector):
     """Detects a word error rate that stays near 100 %."""
 
-    STATE = ("rates",)
+    STATE = ("rates", "is_stuck")
 
     STUCK = 0.9
     PROGRESS = 0.05
@@ -361,6 +367,7 @@ class StuckErrorRate(Detector):
 
     config: DiagnosticsConfig
     rates: list[float] = field(default_factory=list)
+    is_stuck: bool = False
 
     def check(self, validation: Validation) -> Finding | None:
         rate = validation.errors.wer
@@ -368,8 +375,10 @@ class StuckErrorRate(Detector):
             return None
         self.rates = [*self.rates, rate][-self.config.validations :]
         if len(self.rates) < self.config.validations or min(self.rates) <= self.STUCK:
-            return None
-        if self.rates[-1] < self.rates[0] - self.PROGRESS:
+            self.is_stuck = False
+        elif self.rates[-1] >= self.rates[0] - self.PROGRESS:
+            self.is_stuck = True
+        if not self.is_stuck:
             return None
         percentages = ", ".join(f"{100 * rate:.0f}" for rate in self.rates)
         return Finding(

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _MAX_TRANSCRIPTS = 20_000
 """Utterances for computing the CTC loss without audio."""
 
+_SYMPTOMS = ("blanks_only", "ignores_audio", "stuck_error_rate")
+"""Conditions that a model has as long as CTC is at its plateau."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -73,6 +76,7 @@ class Diagnostics:
         *,
         has_ctc: bool,
         can_subsample_less: bool,
+        pass_seconds: float,
     ) -> None:
         self._plateau = None
         if baseline is not None:
@@ -91,6 +95,8 @@ class Diagnostics:
         self._sums: dict[str, float] = {}
         self._steps = 0
         self._line = 0
+        # Audio heard, and that of the corpus: an epoch has it once for each speed.
+        self._heard, self._pass_seconds = 0.0, max(pass_seconds, 1.0)
 
     def flags(self) -> dict[str, Any]:
         """Return fields of metrics.jsonl: the conditions that hold, and the state of CTC."""
@@ -103,6 +109,7 @@ class Diagnostics:
     def observe(self, line: Mapping[str, Any]) -> list[Change]:
         """Process a line of metrics.jsonl."""
         steps, self._line = line["step"] - self._line, line["step"]
+        self._heard += steps * line["audio_seconds"]
         if line["loss"] is None or steps < 1:
             return []
         for name in LOSSES:
@@ -110,7 +117,8 @@ class Diagnostics:
         self._steps += steps
         if self._plateau is None:
             return []
-        finding = self._plateau.observe(line["ctc"], steps, line["step"], line["epoch"])
+        passes, warned = int(self._heard / self._pass_seconds), "ctc_plateau" in self._titles
+        finding = self._plateau.observe(line["ctc"], steps, line["step"], passes, warned=warned)
         return list(self._changes("ctc_plateau", finding))
 
     def validated(
@@ -130,9 +138,9 @@ class Diagnostics:
         changes = []
         for name, detector in self._detectors.items():
             finding = detector.check(validation)
-            if name == "blanks_only" and "ctc_plateau" in self._titles:
-                # A CTC plateau has these symptoms, and its warning names the remedy.
-                finding = None
+            if name in _SYMPTOMS and "ctc_plateau" in self._titles:
+                # The warning about the plateau names the remedy.
+                continue
             changes += self._changes(name, finding)
         return changes
 
@@ -151,6 +159,7 @@ class Diagnostics:
             "sums": dict(self._sums),
             "steps": self._steps,
             "line": self._line,
+            "heard": self._heard,
             "parts": {name: part.state_dict() for name, part in self._stateful().items()},
         }
 
@@ -163,6 +172,7 @@ class Diagnostics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._titles, self._sums = dict(state["titles"]), dict(state["sums"])
         self._steps, self._line = state["steps"], state["line"]
+        self._heard = state.get("heard", 0.0)
         for name, part in self._stateful().items():
             if name in state["parts"]:
                 part.load_state_dict(state["parts"][name])
@@ -190,4 +200,5 @@ def build_diagnostics(
         baseline,
         has_ctc=config.model.ctc,
         can_subsample_less=encoder.kind == "fastconformer" and encoder.subsampling == 8,
+        pass_seconds=corpus.seconds / len(config.data.speeds),
     )

@@ -102,8 +102,8 @@ def describe_data(
             f"the corpus fills {100 * filled:.0f} % of a batch, and the rest is computed in vain: "
             f"set data.frame_budget to {budget} or less, for more and cheaper steps"
         )
-    if config.speed_perturbation != (1.0,):
-        speeds = ", ".join(map(str, config.speed_perturbation))
+    if config.speeds != (1.0,):
+        speeds = ", ".join(map(str, config.speeds))
         yield f"each utterance at the speeds {speeds}, each as an utterance of its own"
     if (padding := config.silence_padding) is not None:
         yield f"of the utterances, {padding}"
