@@ -495,6 +495,27 @@ def whisper_windows() -> str:
     return markdown(["model", *(f"{window} s" for window in windows)], lines)
 
 
+def whisper_speed() -> str:
+    """Speed of transcribing with Whisper on one thread, beside that of CTranslate2 with int8."""
+    rows = read("whisper_speed")
+    speed = lambda row: float(row["audio_s_per_cpu_s"])
+    peers = {
+        row["files"]: speed(row)
+        for row in rows
+        if row["system"] == "faster_whisper" and row["precision"] == "int8"
+    }
+    lines = [
+        [
+            *(row["files"], row["system"], row["precision"], f"{row['window']} s", row["batch"]),
+            *(f"{speed(row):.1f}", f"{speed(row) / peers[row['files']]:.2f}"),
+            f"{float(row['wer']):.1f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["files"], row["system"], speed(row)))
+    ]
+    titles = ["files", "system", "precision", "window", "batch", "audio s / core s"]
+    return markdown([*titles, "of faster-whisper int8", "WER %"], lines, texts=3)
+
+
 def experts() -> str:
     """Errors of three seeds by number of updates and kind of network."""
     rows = sorted(read("experts"), key=lambda row: int(row["seed"]))
@@ -518,7 +539,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
-        *(whisper_windows, experts),
+        *(whisper_windows, whisper_speed, experts),
     )
 }
 

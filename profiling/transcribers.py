@@ -1,9 +1,9 @@
-"""Times transcribing the files of a manifest, in a process that has read the model, and counts errors.
+"""Times how a system transcribes the files of a manifest, once its model is read; counts errors.
 
     python profiling/transcribers.py SYSTEM MODEL MANIFEST --output FILE.json [--window S]
         [--precision KIND] [--batch N] [--times] [--joined SECONDS] [--threads N]
 
-SYSTEM is effasr (MODEL is a folder of `effasr import`), faster_whisper or transformers. PRECISION is a
+SYSTEM is effasr (MODEL is a folder of `effasr import`), faster_whisper or transformers. KIND is a
 compute type of CTranslate2's, or a dtype. A first file is transcribed before the time is taken.
 """
 
@@ -94,7 +94,7 @@ def transformers(options: argparse.Namespace) -> Transcriber:
 
 
 def read(manifest: Path, joined: float) -> tuple[list[np.ndarray], list[str]]:
-    """Return the samples and texts of lines, or with ``joined`` > 0 recordings of so many seconds."""
+    """Return the samples and texts of lines, joined to recordings of so many seconds."""
     lines = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines()]
     audio, texts, rng = [], [], np.random.default_rng(0)
     for line in lines:

@@ -1,6 +1,7 @@
 """A Whisper of Hugging Face's comes in, transcribes, is fine-tuned, and goes out again."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from effasr.checkpoint import load_model, resolve
 from effasr.data.prompt import Prompt
 from effasr.training.run_dir.run_directory import read_lines
 from tests.cli.conftest import write_rows
-from tests.interop.whisper import EOS, make_whisper, transformers
+from tests.interop.whisper import EOS, SECONDS, make_whisper, transformers
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,21 @@ def settings(effasr, checkpoint, corpus, tmp_path):
         "data.workers=0", f"output={tmp_path}", "data.frame_budget=210", "training.device=cpu",
         "schedule.warmup_steps=0",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("joined", "count"), [(0.0, 6), (60.0, 1)])
+def test_the_timing_of_transcribers(settings, corpus, tmp_path, joined, count):
+    script = runpy.run_path(str(Path(__file__).parents[2] / "profiling" / "transcribers.py"))
+    figures = tmp_path / "figures.json"
+    line = ["effasr", tmp_path / "imported", corpus / "manifest.jsonl", "--output", figures]
+    script["main"]([*map(str, line), f"--window={SECONDS}", f"--joined={joined}"])
+    content = json.loads(figures.read_text())
+    assert content["files"] == len(content["transcripts"]) == count
+    # A pause of 0.3 to 2 s lies between each two.
+    least = 7.9 if joined == 0 else 9.4
+    assert least <= content["audio_s"] < least + 10 * (joined > 0) + 0.1
+    assert content["cpu_s"] > 0
+    assert 0 < content["wer"] < 40
 
 
 def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_path, caplog):
