@@ -155,7 +155,7 @@ wheels: $(VENV)/.wheels
 	CXX=g++ $(WHEEL) --plat-name linux_x86_64
 	rm -rf build
 	if command -v $(FOREIGN) > /dev/null; then \
-	  CXX=$(FOREIGN) $(WHEEL) --plat-name linux_aarch64; \
+	  EFFASR_BUILD_CUDA=0 CXX=$(FOREIGN) $(WHEEL) --plat-name linux_aarch64; \
 	else \
 	  echo "wheels: none for aarch64, as there is no $(FOREIGN)"; \
 	fi
@@ -163,4 +163,4 @@ wheels: $(VENV)/.wheels
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) runs data build dist *.egg-info kernels/effasr_kernels/_cpu*
+	rm -rf $(VENV) runs data build dist *.egg-info kernels/effasr_kernels/_cpu* kernels/effasr_kernels/_cuda[._]*

@@ -316,7 +316,15 @@ class EvaluationConfig:
 
 
 AttentionBackend = Literal[
-    "auto", "triton", "cpp", "flash_attn_2", "flash_attn_3", "flash_attn_4", "varlen", "reference"
+    "auto",
+    "triton",
+    "cuda",
+    "cpp",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+    "varlen",
+    "reference",
 ]
 OwnBackend = Literal["auto", "triton", "cpp", "reference"]
 
@@ -333,7 +341,7 @@ class KernelsConfig:
     Attributes:
         attention: Backend of all attention that has no field of its own. ``varlen`` and
             ``flash_attn_*`` compute in bfloat16 and float16, without positions, contexts and
-            dropout.
+            dropout; ``cuda`` with relative positions alone, in heads of 64 or 128 channels.
         decoder_attention: Of the decoder's self-attention; by default that of ``attention``.
         cross_attention: Of the decoder's attention to the encoder output, without the guided
             penalty; by default that of ``attention``.

@@ -10,12 +10,16 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from effasr_kernels.runtime.cuda import CudaLaunch
 from effasr_kernels.runtime.launch import Launch, diverted
 from effasr_kernels.testing import aot
 from emulator.machine import Binary, cache_folder, load, run
 from emulator.parse import encode
+
+_CSRC = Path(__file__).parents[2] / "csrc"
 
 _BINARIES: dict[tuple, tuple[Binary, int]] = {}
 
@@ -31,18 +35,36 @@ def binaries() -> list[Binary]:
     return [binary for binary, _ in _BINARIES.values()]
 
 
-def execute(launch: Launch, architecture: int, seed: int = 0, *, counted: bool = False) -> int:
+def execute(
+    launch: Launch | CudaLaunch, architecture: int, seed: int = 0, *, counted: bool = False
+) -> int:
     """Run one launch; returns how many instructions its warps have run."""
     if 0 in launch.grid:
         return 0
-    key = (architecture, *aot.key(launch))
-    if key not in _BINARIES:
-        ptx, shared_bytes = aot.compile_to_ptx(launch, architecture)
-        _BINARIES[key] = load(ptx), shared_bytes
+    if isinstance(launch, CudaLaunch):
+        key = architecture, launch.kernel, launch.dtype, launch.width
+        if key not in _BINARIES:
+            ptx = compiled_by_nvcc(_CSRC / f"{launch.source}.cu", architecture)
+            _BINARIES[key] = load(ptx, name_of(launch)), launch.shared_bytes
+        storages: dict[int, tuple[str, int, int]] = {}
+        for name, tensor in launch.tensors.items():
+            _add_storage(storages, name, tensor)
+        parameters, tensors = bytes(launch.call), list(storages.values())
+    else:
+        key = (architecture, *aot.key(launch))
+        if key not in _BINARIES:
+            ptx, shared_bytes = aot.compile_to_ptx(launch, architecture)
+            _BINARIES[key] = load(ptx), shared_bytes
+        parameters, tensors = arguments_of(launch, _BINARIES[key][0])
     binary, shared_bytes = _BINARIES[key]
-    parameters, tensors = arguments_of(launch, binary)
     settings = {"shared_bytes": shared_bytes, "seed": seed, "counted": counted}
     return run(binary, launch.grid, parameters, tensors, **settings)
+
+
+def name_of(launch: CudaLaunch) -> str:
+    """The mangled name of an instance of a kernel, as a pattern."""
+    dtype = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}[launch.dtype]
+    return rf"\w*\d{launch.kernel}INS_\d+{dtype}ELi{launch.width}E\w*"
 
 
 @functools.cache

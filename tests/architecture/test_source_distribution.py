@@ -44,7 +44,7 @@ def test_a_source_distribution_is_complete(source_distribution):
         path
         for folder in ("csrc", "effasr", "kernels")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".yaml", ".cpp", ".h", ".md", ".typed")
+        if path.suffix in (".py", ".yaml", ".cpp", ".cu", ".cuh", ".h", ".md", ".typed")
     ]
     # Support of tests is left out, as the tests are.
     support = ROOT / "kernels" / "effasr_kernels" / "testing"

@@ -12,7 +12,7 @@ import torch
 
 import effasr_kernels
 from effasr_kernels import BackendUnavailable, PackedLayout, attention, ctc_loss
-from effasr_kernels.runtime import native
+from effasr_kernels.runtime import cuda, native
 from effasr_kernels.shared import lattice
 from effasr_kernels.shared.lattice_losses import groups
 from tests.ops.conftest import look_for_the_library_again
@@ -61,6 +61,43 @@ def test_setup_names_the_values_of_its_switch() -> None:
     assert done.returncode == 1
     assert "EFFASR_BUILD_CPP must be 0 " in done.stderr
     assert done.stderr.strip().endswith("but is 'yes'.")
+
+
+def test_setup_names_the_values_of_the_switch_of_nvcc() -> None:
+    done = run("-W", "ignore", "setup.py", "--version", EFFASR_BUILD_CUDA="yes")
+    assert done.returncode == 1
+    assert "EFFASR_BUILD_CUDA must be auto " in done.stderr
+
+
+def test_kernels_of_nvcc_are_built_where_it_is(sources: Path) -> None:
+    """By request alone a failure ends the installation; without nvcc nothing is said."""
+    (sources / "csrc" / "empty.cu").touch()
+    variables = {"EFFASR_BUILD_CPP": "0", "CUDACXX": "no-such-nvcc"}
+    assert _build(sources, EFFASR_BUILD_CUDA="auto", **variables) == (0, "")
+    code, text = _build(sources, EFFASR_BUILD_CUDA="1", **variables)
+    assert code == 1
+    assert "effasr: the GPU kernels in CUDA C++ could not be built: the C++ compiler 'no" in text
+    variables["CUDACXX"] = "false"
+    code, text = _build(sources, EFFASR_BUILD_CUDA="auto", **variables)
+    assert code == 0
+    assert "installed without its GPU kernels in CUDA C++: false failed" in text
+    assert "false failed" in (sources / "lib" / "effasr_kernels" / cuda.FAILURE).read_text()
+    _, text = _build(sources, EFFASR_BUILD_CUDA="auto", TORCH_CUDA_ARCH_LIST="8", **variables)
+    assert "TORCH_CUDA_ARCH_LIST has '8', which is not like 9.0+PTX" in text
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_nvcc_builds_a_library_that_is_checked(
+    monkeypatch: pytest.MonkeyPatch, sources: Path
+) -> None:
+    text = 'extern "C" int effasr_cuda_interface() { return 77; }\n'
+    (sources / "csrc" / "other.cu").write_text(text)
+    variables = {"EFFASR_BUILD_CPP": "0", "TORCH_CUDA_ARCH_LIST": "8.0"}
+    assert _build(sources, EFFASR_BUILD_CUDA="1", **variables) == (0, "")
+    monkeypatch.setattr(effasr_kernels, "__path__", [str(sources / "lib" / "effasr_kernels")])
+    found = cuda.load.__wrapped__()
+    assert isinstance(found, str)
+    assert re.search(r"_cuda\.so has interface 77, but \d+ is needed: build it again", found)
 
 
 def test_without_a_compiler_the_installation_goes_on_and_says_so(sources: Path) -> None:

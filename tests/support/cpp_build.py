@@ -17,7 +17,8 @@ def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Compl
     """Python on this checkout, with these environment variables more."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("EFFASR_BUILD")}
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment |= {"PYTHONPATH": paths, "MAX_JOBS": "2"} | variables
+    defaults = {"PYTHONPATH": paths, "MAX_JOBS": "2", "EFFASR_BUILD_CUDA": "0"}
+    environment |= defaults | variables
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=290

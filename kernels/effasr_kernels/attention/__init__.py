@@ -101,6 +101,7 @@ OPERATION = DifferentiableOp(
     AttentionArguments,
     {
         Backend.TRITON: "effasr_kernels.attention.triton.backend",
+        Backend.CUDA: "effasr_kernels.attention._cuda",
         Backend.VARLEN: "effasr_kernels.attention.backends.varlen",
         Backend.FLASH_ATTN_2: "effasr_kernels.attention.backends.packages:VERSION_2",
         Backend.FLASH_ATTN_3: "effasr_kernels.attention.backends.packages:VERSION_3",

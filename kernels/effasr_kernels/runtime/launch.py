@@ -41,7 +41,7 @@ class Launch:
 
 
 class _Recorder:
-    take: Callable[[Launch], object] | None = None
+    take: Callable[[Any], object] | None = None  # of a `Launch`, or of one of CUDA C++
     capability: tuple[int, int] = _WITHOUT_GPU
 
 
@@ -55,7 +55,7 @@ def recording(capability: tuple[int, int] = _WITHOUT_GPU) -> Iterator[list[Launc
 
 @contextmanager
 def diverted(
-    take: Callable[[Launch], object] | None, capability: tuple[int, int] = _WITHOUT_GPU
+    take: Callable[[Any], object] | None, capability: tuple[int, int] = _WITHOUT_GPU
 ) -> Iterator[None]:
     """Pass launches to a function; None runs them, also inside another `diverted`."""
     previous = _Recorder.take, _Recorder.capability
@@ -64,6 +64,11 @@ def diverted(
         yield
     finally:
         _Recorder.take, _Recorder.capability = previous
+
+
+def taker() -> Callable[[Any], object] | None:
+    """The function that takes launches instead of a GPU, or None."""
+    return _Recorder.take
 
 
 def launch(

@@ -84,24 +84,28 @@ def check(
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """Return the library, or the reason why it cannot be used."""
+    return load_library(LIBRARY, FAILURE, "effasr_interface", _INTERFACE)
+
+
+def load_library(name: str, failure: str, version: str, expected: int) -> ctypes.CDLL | str:
+    """Return a library of the package, or the reason why it cannot be used."""
     # Tests and profilers append the folder of another build.
     folders = [Path(folder) for folder in reversed(effasr_kernels.__path__)]
-    path = next((x / LIBRARY for x in folders if (x / LIBRARY).exists()), None)
+    path = next((x / name for x in folders if (x / name).exists()), None)
     if path is None:
-        failures = [x / FAILURE for x in folders if (x / FAILURE).exists()]
+        failures = [x / failure for x in folders if (x / failure).exists()]
         if failures:
             reason = failures[0].read_text(encoding="utf-8").strip()
-            return f"effasr_kernels/{LIBRARY} could not be built: {reason}"
-        return f"effasr_kernels/{LIBRARY} was not built"
+            return f"effasr_kernels/{name} could not be built: {reason}"
+        return f"effasr_kernels/{name} was not built"
     try:
         library = ctypes.CDLL(str(path))
-        interface = library.effasr_interface()
+        interface = getattr(library, version)()
     except (OSError, AttributeError) as error:
-        return f"effasr_kernels/{LIBRARY} cannot be loaded: {error}"
-    if interface != _INTERFACE:
+        return f"effasr_kernels/{name} cannot be loaded: {error}"
+    if interface != expected:
         return (
-            f"effasr_kernels/{LIBRARY} has interface {interface}, but {_INTERFACE} is needed: "
+            f"effasr_kernels/{name} has interface {interface}, but {expected} is needed: "
             "build it again"
         )
     return library

@@ -31,6 +31,7 @@ NAMESPACE = "effasr"
 # What no operation of a backend supports, by the operation's first tensor
 _REFUSALS = {
     Backend.TRITON: "effasr_kernels.runtime.launch:refusal",
+    Backend.CUDA: "effasr_kernels.runtime.cuda:refusal",
     Backend.CPP: "effasr_kernels.runtime.native:refusal",
 }
 

@@ -1,0 +1,156 @@
+// The forward of attention with relative positions: one block for 64 queries of a head, 16 for each warp.
+//
+// The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in powers of two.
+// No score leaves the multiprocessor; `cuda/scores.cuh` has the part of them that depends on distance. Shared
+// memory has two tiles of the table, one of keys, one of values, and the ring.
+#include <cmath>
+
+#include "cuda/launch.cuh"
+
+namespace effasr {
+
+// Queries of a warp plus a bias, rounded once; zeros past the sequence.
+template <class T, int D>
+__device__ void load_queries(
+    Held<D>& held, const uint16_t* q, int64_t stride, int rows, const uint16_t* bias) {
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane() / 4 + i % 2 * 8, column = 16 * k + i / 2 * 8 + lane() % 4 * 2;
+      uint32_t pair = 0;
+      if (row < rows) pair = *reinterpret_cast<const uint32_t*>(q + row * stride + column);
+      const float2 x = T::unpack(pair), b = T::unpack(*reinterpret_cast<const uint32_t*>(bias + column));
+      held.numbers[k][i] = T::pack(x.x + b.x, x.y + b.y);
+    }
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(const __grid_constant__ AttentionCall p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const int32_t* tile = p.tiles + 4 * (1 + blockIdx.x);
+  const int sequence = tile[0], length = tile[2], start = tile[3];
+  if (start >= length) return;
+  const int64_t first_q = tile[1], first_k = p.cu_seqlens_k[sequence];
+  // The tail is number `sequences`, without keys.
+  const int keys = sequence < p.sequences ? p.cu_seqlens_k[sequence + 1] - static_cast<int>(first_k) : 0;
+  const int head = blockIdx.y, first_row = start + 16 * warp(), g = lane() / 4, pair = 2 * (lane() % 4);
+  const uint32_t table_tiles = shared_address(shared), key_tile = table_tiles + 2 * kTileBytes<D>;
+  const uint32_t value_tile = key_tile + kTileBytes<D>;
+  float* ring = reinterpret_cast<float*>(shared + 4 * kTileBytes<D>) + warp() * 16 * kPitch;
+
+  Held<D> by_content, by_position;
+  const uint16_t* q = p.q + (first_q + first_row) * p.q_row + head * p.q_head;
+  load_queries<T, D>(by_content, q, p.q_row, length - first_row, p.content_bias + head * D);
+  load_queries<T, D>(by_position, q, p.q_row, length - first_row, p.position_bias + head * D);
+
+  const Range seen[2] = {{p, first_row + g, keys}, {p, first_row + g + 8, keys}};
+  const Range of_first(p, start, keys), of_last(p, min(start + kRows, length) - 1, keys);
+  const int begin = of_first.first / kRows * kRows, end = of_last.end;
+  const uint16_t* k = p.k + first_k * p.k_row + head * p.k_head;
+  const uint16_t* v = p.v + first_k * p.v_row + head * p.v_head;
+  const uint16_t* table = p.table + head * p.table_head;
+  // The table's row of the largest distance of these queries and the first keys.
+  const int largest_distance = p.reach - 1 + start + kRows - 1 - begin;
+  const auto copy_table = [&](int block) {
+    const uint32_t to = table_tiles + block % 2 * kTileBytes<D>;
+    copy_rows<D, -1>(to, table, p.table_row, largest_distance - block * kRows, 2 * p.reach - 1);
+  };
+  const int64_t seed = p.dropped ? *p.seed : 0;
+  const float scale_log2 = p.scale * 1.44269504f;
+
+  float out[D / 8][4] = {}, largest[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  if (begin < end) {
+    copy_table(0);
+    copy_table(1);
+    copy_rows<D>(key_tile, k, p.k_row, begin, keys);
+    commit_copies();
+  }
+  for (int key = begin, step = 0; key < end; key += kRows, ++step) {
+    wait_for_copies<0>();
+    __syncthreads();
+    // All warps have multiplied the last values.
+    copy_rows<D>(value_tile, v, p.v_row, key, keys);
+    commit_copies();
+    float scores[8][4];
+    const int row = step % 2 * kRows + 48 - 16 * warp();
+    write_scores<T, D>(ring, by_position, table_tiles, row, step == 0);
+    read_scores(scores, ring, 0);
+    multiply_rows<T, D, 4>(scores, by_content, key_tile, 0);
+    __syncthreads();
+    keep_scores(ring);
+    if (key + kRows < end) {
+      copy_table(step + 2);
+      copy_rows<D>(key_tile, k, p.k_row, key + kRows, keys);
+    }
+    commit_copies();
+
+    if (key < of_last.first || key + kRows > of_first.end) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!seen[i / 2].holds(key + 8 * n + pair + i % 2)) scores[n][i] = -INFINITY;
+    }
+    float pivot[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float larger = largest[half];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) larger = fmaxf(larger, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+      larger = quad_max(larger);
+      // With a context, a query may see none of the first keys.
+      pivot[half] = larger == -INFINITY ? 0 : larger * scale_log2;
+      const float shrink = exp2_approximately(largest[half] * scale_log2 - pivot[half]);
+      largest[half] = larger;
+      total[half] *= shrink;
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) out[n][2 * half] *= shrink, out[n][2 * half + 1] *= shrink;
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] = exp2_approximately(fmaf(scores[n][i], scale_log2, -pivot[i / 2]));
+        total[i / 2] += scores[n][i];
+      }
+    if (p.dropped)
+#pragma unroll
+      for (int n = 0; n < 8; n += 4) {
+        const Kept kept(p, seed, sequence, head, first_row, key + 8 * n);
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+          if (!kept.holds(i / 4, i % 4)) scores[n + i / 4][i % 4] = 0;
+      }
+    wait_for_copies<1>();
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      uint32_t weights[4];
+      as_operand<T>(weights, scores[2 * n], scores[2 * n + 1]);
+      multiply_columns<T, D>(out, weights, value_tile, 16 * n);
+    }
+  }
+
+  float inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    total[half] = quad_sum(total[half]);
+    // For a query without keys the sum is 0 and the output stays zero.
+    if (total[half] == 0) total[half] = 1;
+    inverse[half] = 256.0f / ((256 - p.dropped) * total[half]);
+    const int row = first_row + g + 8 * half;
+    if (pair == 0 && row < length)
+      p.lse[int64_t{head} * p.rows_q + first_q + row] = largest[half] * scale_log2 + log2_approximately(total[half]);
+  }
+  // Only this warp reads its ring.
+  store_rows<T, D>(
+      p.out + ((first_q + first_row) * p.heads + head) * D, int64_t{p.heads} * D, length - first_row, out,
+      inverse, reinterpret_cast<unsigned char*>(ring));
+}
+
+}  // namespace effasr
+
+EFFASR_LAUNCHER(attention_forward)
+
+extern "C" int effasr_cuda_interface() { return EFFASR_CUDA_INTERFACE; }

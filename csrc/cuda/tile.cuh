@@ -1,0 +1,123 @@
+// Tiles of 64 rows of D 16-bit numbers in shared memory, and products with them.
+//
+// The words of 16 bytes of a row are exchanged by the row's number, so that the eight rows of a matrix that
+// ldmatrix reads lie in different banks.
+#pragma once
+
+#include "warp.cuh"
+
+namespace effasr {
+
+constexpr int kRows = 64;  // of a tile: queries, keys or distances
+constexpr int kWarps = 4;  // of a block, each with 16 rows
+constexpr int kThreads = 32 * kWarps;
+
+__device__ inline int lane() { return threadIdx.x % 32; }
+__device__ inline int warp() { return threadIdx.x / 32; }
+
+template <int D>
+constexpr int kTileBytes = kRows * D * 2;
+
+// Bytes from the tile's beginning to a word of 16 bytes.
+template <int D>
+__device__ int place(int row, int word) {
+  return row * (D * 2) + (word & ~7) * 16 + (((word ^ row) & 7) << 4);
+}
+
+// Begins to copy 64 rows, all threads of the block together: row i is row first + kStep i of a matrix in
+// global memory that has rows from 0 to end - 1; of others it is zero.
+template <int D, int kStep = 1>
+__device__ void copy_rows(uint32_t tile, const uint16_t* matrix, int64_t stride, int first, int end) {
+  constexpr int kWords = D / 8;
+#pragma unroll 2
+  for (int i = 0; i < kRows * kWords / kThreads; ++i) {
+    const int x = i * kThreads + threadIdx.x, row = x / kWords, word = x % kWords;
+    const int source = first + kStep * row;
+    const bool exists = static_cast<uint32_t>(source) < static_cast<uint32_t>(end);
+    copy_or_zero(tile + place<D>(row, word), matrix + (exists ? source * stride : 0) + word * 8, exists);
+  }
+}
+
+// The left operands of products: 16 rows of a warp, in registers or in a tile.
+template <int D>
+struct Held {
+  uint32_t numbers[D / 16][4];
+  __device__ void fragment(uint32_t (&x)[4], int k) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = numbers[k][i];
+  }
+};
+template <int D>
+struct Stored {
+  uint32_t tile;
+  int row;
+  __device__ void fragment(uint32_t (&x)[4], int k) const {
+    load_matrices<false>(x, tile + row * (2 * D) + place<D>(lane() % 16, 2 * k + lane() / 16));
+  }
+};
+
+// sums += a b^T for 16 N rows of a tile from `row` on, a multiple of 16, all D columns. Behind row 127 comes row 0,
+// for what two tiles hold as a ring.
+template <class T, int D, int N, class Left>
+__device__ void multiply_rows(float (&sums)[2 * N][4], const Left& a, uint32_t tile, int row) {
+  const int at = lane() / 16 * 8 + lane() % 8, half = lane() / 8 % 2;
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+    uint32_t left[4];
+    a.fragment(left, k);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      uint32_t right[4];
+      load_matrices<false>(right, tile + (row + 16 * n) % 128 * (2 * D) + place<D>(at, 2 * k + half));
+      T::multiply(sums[2 * n], left, right[0], right[1]);
+      T::multiply(sums[2 * n + 1], left, right[2], right[3]);
+    }
+  }
+}
+
+// sums += a b for 16 rows of a tile from `row` on, a multiple of 16, which are 16 columns of a, in registers.
+template <class T, int D>
+__device__ void multiply_columns(float (&sums)[D / 8][4], const uint32_t (&a)[4], uint32_t tile, int row) {
+  const int at = lane() % 16, half = lane() / 16;
+#pragma unroll
+  for (int n = 0; n < D / 16; ++n) {
+    uint32_t right[4];
+    load_matrices<true>(right, tile + row * (2 * D) + place<D>(at, 2 * n + half));
+    T::multiply(sums[2 * n], a, right[0], right[1]);
+    T::multiply(sums[2 * n + 1], a, right[2], right[3]);
+  }
+}
+
+// Columns 16 k to 16 k + 15 of a result as a left operand.
+template <class T>
+__device__ void as_operand(uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
+  a[0] = T::pack(low[0], low[1]), a[1] = T::pack(low[2], low[3]);
+  a[2] = T::pack(high[0], high[1]), a[3] = T::pack(high[2], high[3]);
+}
+
+// Stores 16 rows of a warp, of which those from `rows` on do not exist, through 16 rows of a tile of its own
+// in shared memory, so that whole words of 16 bytes go to global memory.
+template <class T, int D>
+__device__ void store_rows(
+    uint16_t* to, int64_t stride, int rows, const float (&x)[D / 8][4], const float (&factor)[2],
+    unsigned char* tile) {
+  const int row = lane() / 4;
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t pair = T::pack(x[n][2 * half] * factor[half], x[n][2 * half + 1] * factor[half]);
+      *reinterpret_cast<uint32_t*>(tile + place<D>(row + 8 * half, n) + lane() % 4 * 4) = pair;
+    }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < D / 16; ++i) {
+    const int at = (i * 32 + lane()) / (D / 8), word = (i * 32 + lane()) % (D / 8);
+    if (at < rows)
+      *reinterpret_cast<uint4*>(to + at * stride + word * 8) =
+          *reinterpret_cast<const uint4*>(tile + place<D>(at, word));
+  }
+  __syncwarp();
+}
+
+}  // namespace effasr

@@ -1,0 +1,165 @@
+"""`attention` with relative positions by the CUDA C++ kernels of ``csrc/``.
+
+They compute the scores by distance where they are used, so that no tensor of size T_q x T_k is
+stored, in either pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from effasr_kernels.attention import AttentionArguments
+from effasr_kernels.attention.context import Context
+from effasr_kernels.runtime.cuda import CudaLaunch, launch
+from effasr_kernels.runtime.dispatch import Gradients, Tensors
+from effasr_kernels.runtime.launch import ceil_div
+from effasr_kernels.runtime.tiles import tile_programs, tile_table
+from effasr_kernels.shared.dropout import seed_tensor
+from effasr_kernels.shared.joined import empty_gradients
+from effasr_kernels.shared.partial_sums import summed
+
+_BLOCK, _WIDTHS = 64, (64, 128)
+_RING = 4 * 16 * 88 * 4
+"""Bytes of the rings of scores by distance; `kPitch` in csrc/cuda/scores.cuh."""
+_PROGRAMS = 528
+"""Target number of programs for the gradient of the table: four for each multiprocessor of an H200,
+whatever the GPU has, as sums depend on it."""
+_MATRICES = "q", "k", "v", "table"
+_POINTERS = (
+    *(*_MATRICES, "content_bias", "position_bias", "cu_seqlens_q", "cu_seqlens_k", "tiles", "seed"),
+    *("out", "lse", "grad_out", "by_content", "by_position", "delta", "grad_q", "grad_k", "grad_v"),
+    *("grad_table", "grad_biases", "grad_distances"),
+)
+_ROWS = *_MATRICES, "grad_q", "grad_k"
+"""What has a stride of rows; of `_MATRICES`, heads have one, too."""
+_INTEGERS = (
+    *("heads", "rows_q", "sequences", "reach", "left", "right", "chunk", "dropped"),
+    *("tiles_q", "splits", "diagonals"),
+)
+
+
+class _Structure(ctypes.Structure):
+    """`effasr::AttentionCall` of csrc/attention_cuda.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((f"{name}_row", ctypes.c_int64) for name in _ROWS),
+        *((f"{name}_head", ctypes.c_int64) for name in _MATRICES),
+        *((name, ctypes.c_int32) for name in _INTEGERS),
+        ("scale", ctypes.c_float),
+    )
+
+
+def unsupported_reason(a: AttentionArguments) -> str | None:
+    dtype, width = a.q.dtype, a.q.shape[2]
+    if a.relative is None:
+        return "computes relative positions only"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if width not in _WIDTHS:
+        return f"needs a head width of 64 or 128, not {width}"
+    if not a.scale > 0:
+        return f"needs a positive scale, not {a.scale}"
+    return None
+
+
+def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Compute the output; save each row's log-sum-exp to base 2, float32 (H, T_q)."""
+    (lse,), out = saved_like(a), a.q.new_empty(a.q.shape)
+    call = _Call(a, {"out": out, "lse": lse})
+    call.launch(
+        "forward", tile_programs(a.layout_q, _BLOCK), 4, tiles=tile_table(a.layout_q, _BLOCK)
+    )
+    return (out,), (lse,)
+
+
+def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
+    return (a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=torch.float32),)
+
+
+def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
+    (rows, heads, width), (lse,), table = a.q.shape, saved, a.position_table
+    assert table is not None
+    if a.q.shape == a.k.shape:
+        grad_q, grad_k, grad_v = empty_gradients(a.q, a.k, a.v)
+    else:
+        grad_q, (grad_k, grad_v) = a.q.new_empty(a.q.shape), empty_gradients(a.k, a.v)
+    tiles_q, tiles_k = (tile_programs(layout, _BLOCK) for layout in (a.layout_q, a.layout_k))
+    bound = max(a.layout_q.max_seqlen_bound, a.layout_k.max_seqlen_bound)
+    # The tiles of keys before and behind one of queries that have distances of the table.
+    diagonals = 2 * ceil_div(min(bound, table.shape[0] // 2 + 1), _BLOCK) + 1
+    splits = max(1, min(_PROGRAMS // (diagonals * heads), tiles_q))
+    wide = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
+    biases = wide(tiles_q + tiles_k, 2, heads, width)
+    tensors = {
+        **{"out": results[0], "lse": lse, "grad_out": grads[0], "delta": torch.empty_like(lse)},
+        **{name: a.q.new_empty(a.q.shape) for name in ("by_content", "by_position")},
+        **{"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v, "grad_biases": biases},
+        "grad_table": table.new_empty(table.shape),
+        "grad_distances": wide(diagonals, splits, heads, 2 * _BLOCK, width),
+    }
+    call = _Call(a, tensors, tiles_q=tiles_q, splits=splits, diagonals=diagonals)
+    by_query, by_key = (tile_table(layout, _BLOCK) for layout in (a.layout_q, a.layout_k))
+    call.launch("backward_rows", ceil_div(rows, 1024 // width))
+    call.launch("backward_keys", tiles_k, 7, tiles=by_key)
+    call.launch("backward_queries", tiles_q, 7, tiles=by_query)
+    call.launch("backward_distances", splits * diagonals, 7, tiles=by_query)
+    call.launch("backward_table", ceil_div(table.shape[0], 256 // width))
+    by_content, by_position = summed(biases, a.q.dtype)
+    return {
+        **{"q": grad_q, "k": grad_k, "v": grad_v, "position_table": tensors["grad_table"]},
+        **{"content_bias": by_content, "position_bias": by_position},
+    }
+
+
+class _Call:
+    """The arguments of the kernels of one pass."""
+
+    def __init__(self, a: AttentionArguments, tensors: dict[str, Tensor], **integers: int) -> None:
+        position = a.relative
+        assert position is not None
+        self._arguments = a
+        matrices = (_aligned(x) for x in (a.q, a.k, a.v, position.table))
+        self._tensors = dict(zip(_MATRICES, matrices, strict=True)) | {
+            "content_bias": position.content_bias.contiguous(),
+            "position_bias": position.position_bias.contiguous(),
+            "cu_seqlens_q": a.layout_q.cu_seqlens,
+            "cu_seqlens_k": a.layout_k.cu_seqlens,
+            **({"seed": seed_tensor(a.seed, a.q.device)} if a.dropout else {}),
+            **tensors,
+        }
+        self._numbers = integers | {
+            **{f"{x}_row": self._tensors[x].stride(0) for x in _ROWS if x in self._tensors},
+            **{f"{x}_head": self._tensors[x].stride(1) for x in _MATRICES},
+            **{"heads": a.q.shape[1], "rows_q": a.layout_q.rows, "dropped": round(a.dropout * 256)},
+            "sequences": a.layout_q.num_sequences,
+            "reach": (position.table.shape[0] + 1) // 2,
+        }
+        context = a.context or Context(None, 0 if a.causal else None, 1)
+        bounds = context.bounds(max(a.layout_q.rows, a.layout_k.rows))
+        self._numbers |= dict(zip(("left", "right", "chunk"), bounds, strict=True))
+
+    def launch(
+        self,
+        part: str,  # of ``attention_PART``, the kernel
+        programs: int,
+        blocks: int = 0,  # tiles of 64 rows in shared memory, beside the ring; 0 without both
+        **tensors: Tensor,
+    ) -> None:
+        named, (_, heads, width) = self._tensors | tensors, self._arguments.q.shape
+        pointers = {name: x.data_ptr() for name, x in named.items()}
+        call = _Structure(**pointers, **self._numbers, scale=self._arguments.scale)
+        shared = blocks * _BLOCK * width * 2 + (_RING if blocks else 0)
+        source = f"attention_{part.partition('_')[0]}"
+        dtype, grid = self._arguments.q.dtype, (programs, heads)
+        launch(CudaLaunch(source, f"attention_{part}", dtype, width, grid, call, named, shared))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy, with rows that are contiguous and begin at multiples of 16 bytes."""
+    *strides, unit = x.stride()
+    whole = unit == 1 and not any(n % 8 for n in strides) and x.data_ptr() % 16 == 0
+    return x if whole else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,183 @@
+"""Attention in CUDA C++: on a GPU from the installed library, emulated as nvcc compiles it."""
+
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import effasr_kernels
+from effasr_kernels import BackendUnavailable, Context, RelativeBias, attention
+from effasr_kernels.packed import PackedLayout, pack
+from effasr_kernels.runtime import cuda
+from effasr_kernels.testing.conformance import Case, CaseFor, check_kernel, check_values
+from tests.gpu.conftest import EMULATED, INTERPRETED
+from tests.support.operation_cases import attention as cases
+from tests.support.philox import PhiloxDropout
+
+CSRC = Path(effasr_kernels.__file__).parents[2] / "csrc"
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="runs what is compiled"),
+    pytest.mark.skipif(bool(EMULATED) and not shutil.which("nvcc"), reason="needs nvcc"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _built() -> None:
+    if not EMULATED and isinstance(library := cuda.load(), str):
+        pytest.skip(library)
+
+
+@pytest.fixture(autouse=True)
+def _same_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = import_module("effasr_kernels.attention.reference")
+    monkeypatch.setattr(reference, "Dropout", PhiloxDropout)
+
+
+def _case(lengths: tuple[int, ...], **options: Any) -> CaseFor:
+    sizes: dict[str, Any] = {"heads": 1, "width": 64}
+    return cases(lengths, "relative", **sizes | options)
+
+
+@pytest.mark.parametrize(
+    ("number", "sizes", "options"),
+    [
+        pytest.param(BFLOAT16, (2, 0, 5), {"context": Context(2, 0, 3)}, id="context"),
+        pytest.param(FLOAT16, (70, 3), {"causal": True}, id="causal", marks=pytest.mark.extended),
+        pytest.param(
+            BFLOAT16, (3, 66), {"width": 128, "heads": 2}, id="wide", marks=pytest.mark.extended
+        ),
+    ],
+)
+def test_contract(
+    number: torch.dtype, sizes: tuple[int, ...], options: dict[str, Any], device: torch.device
+) -> None:
+    check_kernel(_case(sizes, **options), number, device, "cuda")
+
+
+# Several tiles and few; contexts whose bounds cut chunks and tiles; other keys than queries, and
+# more; tables that are longer than the distances; the dropout of Triton's kernels.
+_VALUES = [
+    (BFLOAT16, (150, 3, 70, 0), {"heads": 2, "dropout": 0.25, "seed": 7 + 2**40}),
+    (FLOAT16, (70, 5), {"width": 128, "tables": True}),
+    (BFLOAT16, (38, 2), {"lengths_k": (3, 141), "causal": True, "reach": 150}),
+]
+_MORE_VALUES = [
+    (FLOAT16, (200,), {"dropout": 0.5, "seed": 3, "context": Context(20, 7, 16)}),
+    (BFLOAT16, (130, 64), {"width": 128, "context": Context(70, 0, 14), "tables": True}),
+    (BFLOAT16, (129, 1), {"width": 128, "dropout": 0.1, "seed": 1, "causal": True}),
+    (FLOAT16, (5, 70, 0, 2, 1), {"lengths_k": (140, 3, 4, 0, 1), "width": 128}),
+    (BFLOAT16, (300,), {"context": Context(None, 0, 10)}),
+    (BFLOAT16, (1,), {}),
+    (BFLOAT16, (64, 128), {"context": Context(33, 2, 1), "scale": 0.01}),
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "sizes", "options"),
+    [*_VALUES, *(pytest.param(*x, marks=pytest.mark.extended) for x in _MORE_VALUES)],
+)
+def test_values(
+    number: torch.dtype, sizes: tuple[int, ...], options: dict[str, Any], device: torch.device
+) -> None:
+    check_values(_case(sizes, **options), number, device, "cuda", tail=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"position": "none", "width": 64}, "computes relative positions only"),
+        ({"width": 32}, "needs a head width of 64 or 128, not 32"),
+        ({"width": 64, "dtype": torch.float32}, "computes in float16 and bfloat16, not in float32"),
+        ({"width": 64, "scale": -0.5}, "needs a positive scale, not -0.5"),
+    ],
+)
+def test_refusals(options: dict[str, Any], reason: str, device: torch.device) -> None:
+    size = 3, 1, options["width"]
+    q = torch.zeros(size, dtype=options.get("dtype", BFLOAT16), device=device)
+    position = RelativeBias(q[0], q[0], q.new_zeros(5, *size[1:]))
+    with pytest.raises(BackendUnavailable, match=f"cuda: {reason}"):
+        attention(
+            *(q, q, q, PackedLayout.from_lengths([3], device)),
+            position=None if "position" in options else position,
+            scale=options.get("scale"),
+            backend="cuda",
+        )
+
+
+_FORWARD, _BACKWARD, _SCORES = "attention_forward.cu", "attention_backward.cu", "cuda/scores.cuh"
+_MUTANTS = {
+    "barrier": (_FORWARD, "    __syncthreads();\n    // All warps", "    // All warps"),
+    "wait": (_FORWARD, "    wait_for_copies<1>();\n", ""),
+    "ring_index": (_SCORES, " + r - 15;", " + r - 14;"),
+    "mask": (_FORWARD, "key + kRows > of_first.end", "false"),
+}
+_MORE_MUTANTS = {
+    "table": (_FORWARD, "copy_table(step + 2)", "copy_table(step + 1)"),
+    "kept_columns": (_SCORES, "= *reinterpret_cast<float4*>(at + kRows)", "= float4{}"),
+    "dropout": (_SCORES, "key / 32 * 4", "key / 16 * 4"),
+}
+_OF_BACKWARD = {
+    "barrier_of_keys": (
+        _BACKWARD,
+        "    __syncthreads();\n    x.query += kRows",
+        "    x.query += kRows",
+    ),
+    "mask_of_keys": ("cuda/gradients.cuh", " && x.key + kRows <= of_first.end", ""),
+    "diagonal": (_BACKWARD, "63 + 64 * lower", "62 + 64 * lower"),
+}
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the sources, which is emulated instead."""
+    from emulator import emulate
+
+    folder = tmp_path / "csrc"
+    shutil.copytree(CSRC, folder)
+    monkeypatch.setattr(emulate, "_CSRC", folder)
+    monkeypatch.setattr(emulate, "_BINARIES", {})
+    yield folder
+    emulate.compiled_by_nvcc.cache_clear()
+
+
+@pytest.mark.skipif(not EMULATED, reason="a GPU may crash, or be lucky")
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        *_MUTANTS,
+        *(pytest.param(x, marks=pytest.mark.extended) for x in _MORE_MUTANTS | _OF_BACKWARD),
+    ],
+)
+def test_mutants_are_caught(mutant: str, sources: Path) -> None:
+    from emulator.machine import Fault
+
+    name, text, other = (_MUTANTS | _MORE_MUTANTS | _OF_BACKWARD)[mutant]
+    source = (sources / name).read_text()
+    assert source.count(text) == 1
+    (sources / name).write_text(source.replace(text, other))
+    with pytest.raises((AssertionError, Fault)) as caught:
+        _check(_case((200,), dropout=0.25, seed=3), is_trained=mutant in _OF_BACKWARD)
+    if "barrier" in mutant or mutant == "wait":
+        assert caught.type is Fault
+
+
+def _check(case: CaseFor, is_trained: bool) -> None:
+    if is_trained:
+        check_values(case, BFLOAT16, "cpu", "cuda")
+        return
+    with torch.no_grad():
+        results = [_result(case(backend)) for backend in ("cuda", "reference")]
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+def _result(case: Case) -> torch.Tensor:
+    packed = {name: pack([x.to(BFLOAT16) for x in pieces]) for name, pieces in case.packed.items()}
+    result = case.run(packed, {name: x.to(BFLOAT16) for name, x in case.shared.items()})
+    assert isinstance(result, torch.Tensor)
+    return result
