@@ -8,7 +8,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from effasr.cli.options import RUN_HELP, AddCommand, at_least, folder, log, print_line, seconds
+from effasr.cli.options import (
+    RUN_HELP,
+    AddCommand,
+    at_least,
+    folder,
+    log,
+    print_line,
+    print_next,
+    seconds,
+)
 from effasr.cli.progress import reading, writing
 
 if TYPE_CHECKING:
@@ -54,6 +63,10 @@ def run_import(options: argparse.Namespace) -> int:
         save_model(options.out, model, tokenizer, prompt)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print_line(f"{options.out}: {parameters / 1e6:.1f} M parameters")
+    print_next(
+        ["evaluate", str(options.out), "DEV"],
+        ["prepare", "SOURCE", "data/train", "--tokenizer", str(options.out / "tokenizer")],
+    )
     return 0
 
 

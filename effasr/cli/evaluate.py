@@ -23,6 +23,7 @@ from effasr.cli.options import (
     log,
     print_folded,
     print_line,
+    print_next,
     read_cuts,
 )
 from effasr.cli.progress import decoding_progress
@@ -103,6 +104,8 @@ def run(options: argparse.Namespace) -> int:
         names = [path.name for path in checkpoints] if options.averaged else []
         save(evaluation, folder, model=weights, of_set=set_name(options.manifest), averaged=names)
         print_line(f"written to {folder}")
+    run = str(options.run)
+    print_next(["compare", run, "OTHER"], ["transcribe", run, "FILE"], ["export", run, "OUT"])
     if evaluation.failures:
         log("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")
         return 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from effasr.cli.options import (
     MANIFEST_HELP,
@@ -15,11 +13,9 @@ from effasr.cli.options import (
     log,
     print_folded,
     print_line,
+    print_next,
 )
 from effasr.cli.progress import progress_counter, working
-
-if TYPE_CHECKING:
-    from effasr.planning.initial import Initial
 
 _TOKENIZER = Path("data/tokenizer")
 
@@ -107,28 +103,13 @@ def run(options: argparse.Namespace) -> int:
         f"expected time: {time or 'not measured (--no-timing)'}",
     ):
         print_line("\n".join(fold(line)))
-    print_line("next:")
-    for command in _next(options, initial):
-        print_line(f"  {shlex.join(command)}")
-    return 0
-
-
-def _next(options: argparse.Namespace, initial: Initial) -> list[list[str]]:
-    commands = []
+    train, tokenizer = [str(path) for path in options.train], initial.request.tokenizer
     language = [] if options.language == "en" else ["--language", options.language]
-    if initial.vocabulary is not None:
-        sizes = set(initial.vocabulary.sizes.values())
-        common = sizes.pop() if len(sizes) == 1 else None
-        size = ["--vocab-size", "auto" if common is None else str(common)]
-        commands.append(
-            [
-                *("effasr", "tokenizer", *map(str, options.train)),
-                *(initial.request.tokenizer, *size),
-                *("--subsampling", str(initial.framing.subsampling), *language),
-            ]
-        )
-    commands.append(["effasr", "train", str(options.output)])
-    if options.dev:
-        run = f"runs/{initial.request.name}"
-        commands += [["effasr", "evaluate", run, str(dev)] for dev in options.dev]
-    return commands
+    subsampling = ["--subsampling", str(initial.framing.subsampling)]
+    commands = [["tokenizer", *train, tokenizer, *subsampling, *language]]
+    print_next(
+        *(commands if initial.vocabulary is not None else []),
+        ["train", str(output)],
+        *(["evaluate", f"runs/{output.stem}", str(dev)] for dev in options.dev),
+    )
+    return 0

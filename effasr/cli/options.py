@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -333,6 +334,12 @@ def print_line(text: str) -> None:
     if sys.stdout.isatty():
         erase_line()
     sys.stdout.write(escape_controls(text.rstrip("\n")) + "\n")
+
+
+def print_next(*commands: Sequence[str]) -> None:
+    """Print the commands that usually follow; words in capitals are for the user to replace."""
+    for words in commands:
+        print_line(f"next: {shlex.join(['effasr', *words])}")
 
 
 def print_folded(text: str) -> None:

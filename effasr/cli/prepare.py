@@ -16,6 +16,7 @@ from effasr.cli.options import (
     fraction,
     print_folded,
     print_line,
+    print_next,
     seconds,
 )
 from effasr.cli.progress import progress_counter
@@ -222,6 +223,10 @@ def run(options: argparse.Namespace) -> int:
         for line in fidelity.lines():
             print_folded(line)
         fidelity.check(options.max_unknown, "--max-unknown")
+    known = options.tokenizer and options.tokenizer.resolve()
+    is_of_model = known is not None and (known.parent / "model.yaml").is_file()
+    model = ["--init-from", str(options.tokenizer.parent)] if is_of_model else []
+    print_next(["init", str(options.out), "--dev", "DEV", *model])
     return 0
 
 

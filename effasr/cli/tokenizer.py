@@ -16,6 +16,7 @@ from effasr.cli.options import (
     fraction,
     print_folded,
     print_line,
+    print_next,
 )
 from effasr.cli.progress import progress_counter, working
 
@@ -147,6 +148,8 @@ def run(options: argparse.Namespace) -> int:
             fidelity.add(text, language)
     for line in fidelity.lines():
         print_folded(line)
+    train = [str(path) for path in options.manifests]
+    print_next(["init", *train, "--tokenizer", str(options.out), "--dev", "DEV"])
     return 0
 
 

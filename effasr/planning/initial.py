@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,15 @@ import torch
 
 from effasr import checkpoint, config
 from effasr.data.config import DataConfig
-from effasr.data.features.frame_geometry import Framing
+from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+from effasr.data.manifest.reader import iterate
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.statistics import guidance
 from effasr.data.statistics.survey import Survey, frames_in, survey
 from effasr.data.statistics.vocabulary import SUBSAMPLINGS, VocabularyChoice, choose_vocabulary
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.distributed.process_group import choose_device
+from effasr.evaluation.evaluate import evaluate
 from effasr.planning.listing import PROMPT_TOKENS, TOKENS_PER_SECOND
 from effasr.planning.recipe import LITTLE, RecipeRequest, StartModel, practice_for, recipe_text
 from effasr.training.calibration.calibrate import target_bytes
@@ -28,12 +31,15 @@ from effasr.training.calibration.trial import Request, measure
 from effasr.training.calibration.workload import Population
 from effasr.training.config import TrainConfig
 from effasr.training.resolve import resolve_config
+from effasr.training.validation import even_sample
 
 _SPECIAL_TOKENS = 16  # assumed number of special tokens of a tokenizer; it hardly affects the time
 
 WARMUP, TIMED = 4, 8  # steps that are not timed, and those after them that are
 
 _MOST_S = 60.0  # time after which no further step is timed
+
+_VALIDATED = 16  # utterances decoded for the time of a validation
 
 _LEAST_WITHOUT_SILENCE = 0.25  # hours that teach a Whisper that speech ends without silence
 
@@ -73,10 +79,11 @@ class Initial:
             if not counted.utterances:
                 raise ValueError(f"{manifest}: no utterances to validate on.")
             dev_hours += counted.hours
-        vocabulary, reader, framing, start = None, None, Framing(), None
+        vocabulary, reader, framing, start, has_ctc = None, None, Framing(), None, True
         if init_from is not None:
             source = checkpoint.resolve(str(init_from))
-            features = checkpoint.read_description(source).model.features
+            model = checkpoint.read_description(source).model
+            features, has_ctc = model.features, model.ctc
             reader = checkpoint.read_tokenizer(source)
             start = StartModel(
                 path=str(init_from),
@@ -100,7 +107,7 @@ class Initial:
             aligned = vocabulary.frames_per_token
         else:
             assert reader is not None
-            aligned = counts.sampled(reader, framing)
+            aligned = counts.sampled(reader, framing) if has_ctc else None
         request = RecipeRequest(
             name=name,
             train=[str(path) for path in train],
@@ -168,16 +175,42 @@ class Initial:
         if speeds is None:
             return f"unknown, because this machine's {device.type} has not enough memory for it"
         low, median, high = np.percentile(speeds, (25, 50, 75))
-        audio = self.request.audio_hours * 3600
+        # Silence behind an utterance is computed, too.
+        audio = self.request.steps * math.prod(self.request.frames) * self.framing.seconds
+        validations, decoding = 0.0, ""
         if settings.data.validation:
-            # To encode and to decode greedily takes about a third of a training step.
             times = -(-settings.training.known_steps // int(settings.training.validate_every))
-            audio += times * self.dev_seconds / 3
-        return (
-            f"{duration_text(audio / median)} on this machine's {device.type}, "
-            f"{duration_text(audio / high)} to {duration_text(audio / low)} by the quartiles of "
-            f"{len(speeds)} steps (median {median:.3g} s of audio a second{_busy()})"
+            # To encode and to decode greedily takes about a third of a training step.
+            rate = 3 * median
+            if self.request.start is not None:
+                times, rate = times + 1, self._decoding_rate(settings, device)
+                decoding = f", of validations {rate:.3g}"
+            validations = times * self.dev_seconds / rate
+        middle, least, most = (
+            duration_text(audio / speed + validations) for speed in (median, high, low)
         )
+        return (
+            f"{middle} on this machine's {device.type}, {least} to {most} by the quartiles of "
+            f"{len(speeds)} steps (median {median:.3g} s of audio a second{decoding}{_busy()})"
+        )
+
+    def _decoding_rate(self, settings: TrainConfig, device: torch.device) -> float:
+        """Return the audio seconds per second of a validation, on a sample.
+
+        Texts have at most about the length of references: before training it may repeat itself.
+        """
+        assert self.request.start is not None
+        loaded = checkpoint.load_best(self.request.start.path, device)
+        if self.request.start.silence and not self.framing.minimum:
+            loaded = loaded.with_window(0.0)
+        cuts = [cut for path in self.request.dev for cut in iterate(path, prompt=loaded.prompt)]
+        sample = even_sample(cuts, _VALIDATED, 0)
+        decoding = settings.evaluation.decoding
+        ratios = self.survey.sampled(loaded.tokenizer, self.framing)
+        if ratios is not None:
+            tokens = 1.5 * FASTCONFORMER.seconds / self.framing.seconds / ratios.median
+            decoding = replace(decoding, tokens_per_frame=tokens, extra_tokens=4)
+        return evaluate(loaded.model, loaded.tokenizer, sample, config=decoding).rtfx or math.inf
 
     def _workload(self) -> tuple[int, np.ndarray, np.ndarray]:
         """Return the vocabulary size, and frames and tokens of sampled utterances."""

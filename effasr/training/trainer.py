@@ -261,7 +261,10 @@ class Trainer:
             )
         else:
             reason = f"{self._patience_line}; " if self._has_no_progress else ""
-            self.log.show(f"{reason}done: {self.log.directory.path}{skipped}")
+            path = self.log.directory.path
+            self.log.show(f"{reason}done: {path}{skipped}")
+            if self.config.model.best_rq is None:
+                self.log.show(f"next: effasr evaluate {path} DEV")
         return None
 
     def _advance(self, steps: Iterator[StepBatch | None], stop: StopRequest) -> bool:

@@ -36,7 +36,8 @@ def test_the_printed_commands_train_from_the_recipe(effasr, workplace, tmp_path)
     assert 2 <= int(speed[1]) <= 8
     assert float(speed[2]) > 0
     assert "# Expected time: " in recipe.read_text()
-    commands = [shlex.split(line) for line in done.out.partition("next:\n")[2].splitlines()]
+    lines = done.out.splitlines()
+    commands = [shlex.split(line[6:]) for line in lines if line.startswith("next: ")]
     assert [command[:2] for command in commands] == [
         ["effasr", name] for name in ("tokenizer", "train", "evaluate")
     ]

@@ -233,8 +233,9 @@ class RunLog:
             unit = "characters"
         count = getattr(errors, unit)
         self.show(
-            f"step {step}: {name}: {rate} {100 * value:.2f} % of {count} {unit}, "
-            f"RTFx {evaluation.rtfx:.0f}, {len(evaluation.failures)} failed"
+            f"step {step}: {name}: {rate} {100 * value:.2f} % of {count} {unit} "
+            f"({evaluation.normalizer}), RTFx {evaluation.rtfx:.0f}, "
+            f"{len(evaluation.failures)} failed"
         )
         for utterance in shown:
             for text in examples.lines(utterance):

@@ -149,30 +149,30 @@ def describe_alignment(
         characters = len({item for piece in pieces for item in piece if not item.isspace()})
     if letters := guidance.describe_letters(characters, corpus.speakers):
         yield letters
-    framing, excluded = model.features.framing, 0
-    if model.ctc:
-        excluded = sum(drop.reason == Reason.CTC_INFEASIBLE for drop in corpus.dropped)
+    if not model.ctc:
+        return
+    framing = model.features.framing
+    excluded = sum(drop.reason == Reason.CTC_INFEASIBLE for drop in corpus.dropped)
     result = _frames_per_token(corpus, framing, excluded)
     if result is None:
         return
     yield guidance.describe_alignment(result, framing)
-    if model.ctc:
-        paths = [path for path, _ in data.manifests if not is_text_only(path)]
-        yield from guidance.warn_about_alignment(
-            result,
-            framing,
-            with_subsampling=lambda other: _frames_per_token(
-                corpus, replace(framing, subsampling=other)
-            ),
-            survey=None
-            if fixed
-            else lambda: survey(
-                paths,
-                language=data.language,
-                most=SAMPLE,
-                untranscribed=data.text != "required",
-            ),
-        )
+    paths = [path for path, _ in data.manifests if not is_text_only(path)]
+    yield from guidance.warn_about_alignment(
+        result,
+        framing,
+        with_subsampling=lambda other: _frames_per_token(
+            corpus, replace(framing, subsampling=other)
+        ),
+        survey=None
+        if fixed
+        else lambda: survey(
+            paths,
+            language=data.language,
+            most=SAMPLE,
+            untranscribed=data.text != "required",
+        ),
+    )
 
 
 def _frames_per_token(
