@@ -13,7 +13,6 @@ from effasr.cli.progress import working
 
 if TYPE_CHECKING:
     from effasr.training.calibration.store import Calibration
-    from effasr.training.config import TrainConfig
 
 
 def add(command: AddCommand) -> None:
@@ -59,7 +58,6 @@ def run(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None
     ]
     overrides = [*options.overrides, *settings, "data.frame_budget=auto"]
-    recipe = configuration.load(TrainConfig, options.recipe, [*options.overrides, *settings])
     config = resolve_config(configuration.load(TrainConfig, options.recipe, overrides), None)
     device = choose_device(config.training.device)
     tokenizer = find_tokenizer(config, None)
@@ -73,11 +71,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_line(result.to_json())
     else:
-        print_folded(text(result, recipe, [*options.overrides, *settings]))
+        print_folded(text(result, [*options.overrides, *settings]))
     return 0
 
 
-def text(result: Calibration, recipe: TrainConfig, overrides: Sequence[str] = ()) -> str:
+def text(result: Calibration, overrides: Sequence[str] = ()) -> str:
     """Return a report of a calibration; ``overrides`` are those that training needs to find it."""
     from effasr.training.calibration.store import buckets_path_of, path_of
     from effasr.training.memory import gib
@@ -109,24 +107,8 @@ def text(result: Calibration, recipe: TrainConfig, overrides: Sequence[str] = ()
         "or, with the numbers:",
         f"  data.frame_budget={result.frame_budget} data.token_budget={result.token_budget} "
         f"data.max_sequences={result.max_sequences}",
-        *_against(recipe, result.frame_budget),
+        "",
+        "Steps of another size than the recipe's need another training.max_steps and optimizer.lr:",
+        "where the recipe fits in memory, leave it.",
     ]
     return "\n".join(lines)
-
-
-def _against(recipe: TrainConfig, budget: int) -> list[str]:
-    """Say that steps of another size than the recipe's need another schedule."""
-    data, steps = recipe.data, recipe.training.max_steps
-    if data.frame_budget == "auto":
-        return []
-    step = data.known_frame_budget * data.micro_batches
-    parts = max(1, round(step / budget))
-    text = f"Steps of {recipe.name} have {step} frames, which its schedule is for: "
-    if 0.8 * step <= parts * budget <= 1.25 * step:
-        return ["", f"{text}keep them with data.micro_batches={parts}."]
-    same = "" if steps is None else f", training.max_steps={max(1, round(steps * step / budget))}"
-    return [
-        "",
-        f"{text}others need another optimizer.lr{same} for as much audio, and may learn less. "
-        "Where the recipe fits in memory, leave it.",
-    ]

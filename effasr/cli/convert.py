@@ -154,9 +154,10 @@ def add_export(command: AddCommand) -> None:
         "",
         "With --format onnx: encoder.onnx; of an attention decoder decoder_step.onnx; of a",
         "transducer predictor.onnx and joint.onnx; onnx.json, which says what goes in and comes",
-        "out, and how to search; and the tokenizer. Where onnxruntime is installed, the graphs are",
-        "compared with the model. Of a model that decodes streams, encoder_step.onnx encodes the",
-        "next chunk of each stream, with its caches as inputs and outputs.",
+        "out, and how to search; the tokenizer; and, but for a transducer alone, infer.py, which",
+        "transcribes with them. Where onnxruntime is installed, the graphs are compared with the",
+        "model. Of a model that decodes streams, encoder_step.onnx encodes the next chunk of each",
+        "stream, with its caches as inputs and outputs.",
         "",
         "With --format sherpa-onnx: model.onnx of a CTC head; encoder.onnx, decoder.onnx and",
         "joiner.onnx of a transducer; and tokens.txt, as sherpa-onnx reads NeMo's models. Of a",
@@ -320,6 +321,7 @@ def _nemo(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path])
 def _onnx(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     import importlib.util
 
+    from effasr.data.tokenizer import HuggingFaceTokenizer
     from effasr.decoding.config import DecodingConfig
     from effasr.interop.onnx.export import check_onnx, earlier_graphs, export_onnx
     from effasr.training.checkpointing.export_folder import export_folder
@@ -331,6 +333,8 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path])
         "eos_id": tokenizer.eos_id,
         "languages": list(tokenizer.languages),
     }
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        texts["pieces"] = tokenizer.pieces()
     if loaded.model.transducer is not None:
         texts["max_symbols"] = DecodingConfig().max_symbols
     context = _context(options, loaded)

@@ -96,17 +96,30 @@ class ModelCard:
         return facts
 
     def _usage(self) -> str:
-        tokenizer = (
-            "`AutoTokenizer.from_pretrained(FOLDER)` turns its tokens into text."
-            if self.own_tokenizer
-            else "Its tokenizer is effasr's own, which transformers cannot read: it comes with the "
+        # Wav2Vec2ForCTC and HubertForCTC have no `generate`.
+        has_generate = self.loader.startswith("Parakeet") or not self.loader.endswith("ForCTC")
+        call = "model.generate(**inputs)" if has_generate else "model(**inputs).logits.argmax(-1)"
+        lines = [
+            "import soundfile",
+            f"from transformers import AutoFeatureExtractor, AutoTokenizer, {self.loader}",
+            "",
+            'samples, rate = soundfile.read("recording.wav", dtype="float32")  # mono, 16 kHz',
+            'extractor = AutoFeatureExtractor.from_pretrained(".")',
+            f'model = {self.loader}.from_pretrained(".")',
+            'inputs = extractor(samples, sampling_rate=rate, return_tensors="pt")',
+            f"tokens = {call}",
+        ]
+        note = (
+            "Its tokenizer is effasr's own, which transformers cannot read: it comes with the "
             "model directory of effasr, not with this folder."
         )
-        return (
-            "## Use\n\n```python\nfrom transformers import AutoFeatureExtractor, "
-            f"{self.loader}\n\nextractor = AutoFeatureExtractor.from_pretrained(FOLDER)\n"
-            f"model = {self.loader}.from_pretrained(FOLDER)\n```\n\n{tokenizer}"
-        )
+        if self.own_tokenizer:
+            note = "It runs in the folder of this file."
+            decode = "decode(tokens[0], skip_special_tokens=True)"
+            lines.append(f'print(AutoTokenizer.from_pretrained(".").{decode})')
+        else:
+            lines[1] = lines[1].replace(" AutoTokenizer,", "")
+        return "\n".join(["## Use", "", "```python", *lines, "```", "", note])
 
     def _results(self) -> str:
         if not self.tested:

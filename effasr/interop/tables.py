@@ -271,22 +271,14 @@ def _format(value: Any) -> str:
     return str(value)
 
 
-class NotExportable(ValueError):
-    """A model that another framework cannot express, for a reason."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"this model cannot be exported, because {reason}: choose another `--format`, or train "
-            "a model with what is there."
-        )
-        self.reason = reason
-
-
 def refuse(framework: str, reasons: Mapping[str, bool]) -> None:
     """Check that no reason holds against an export; the message lists all that do."""
     obstacles = [reason for reason, holds in reasons.items() if holds]
     if obstacles:
-        raise NotExportable(f"{framework} has no {'; no '.join(obstacles)}")
+        raise ValueError(
+            f"this model cannot be exported, because {framework} has no {'; no '.join(obstacles)}: "
+            "choose another `--format`, or train a model with what is there."
+        )
 
 
 def refuse_experts(config: ModelConfig, framework: str) -> None:

@@ -51,9 +51,7 @@ class Practice:
     decoder_layers: int
     mel_bins: int = 80
     subsampling_channels: int = 256
-    # LayerNorm instead of batch norm and after subsampling, and absolute positions, which help
-    # small models to start
-    small: bool = False
+    small: bool = False  # LayerNorm after subsampling, which helps small models to start
     dropout: float = 0.1  # of outputs, activations and attention
     freq_masks: int = 2
     freq_width: int = 27  # mel bands

@@ -48,12 +48,7 @@ from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
 from effasr.training.resolve import Resolved, resolve
 from effasr.training.run_dir.run_directory import RunDirectory
 from effasr.training.run_dir.run_log import RunLog
-from effasr.training.run_dir.summary import (
-    describe_alignment,
-    describe_data,
-    describe_exports,
-    describe_model,
-)
+from effasr.training.run_dir.summary import describe_alignment, describe_data, describe_model
 from effasr.training.step import train_step
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
 
@@ -589,10 +584,6 @@ class Trainer:
         )
         for line in (*self.strategy.describe(), *lines):
             self.log.show(line)
-        if not context.is_main:
-            return
-        for line in aligned:
-            self.log.show(line)
-        if not (fixed or self.progress.step or self.config.model.best_rq):
-            for line in describe_exports(self.model):
+        if context.is_main:
+            for line in aligned:
                 self.log.show(line)

@@ -1,7 +1,6 @@
 """`effasr export --format onnx`: graphs that onnxruntime runs as effasr does."""
 
 import importlib.util
-import json
 
 import numpy as np
 import pytest
@@ -14,53 +13,13 @@ from effasr.data.collate import Example, collate
 from effasr.data.tokenizer import load_tokenizer
 from effasr.decoding.continuous_batching.engine import attention_greedy
 from effasr.interop.onnx.export import check_onnx, export_onnx
+from effasr.interop.onnx.infer import Graphs
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
 pytestmark = pytest.mark.slow
-
-
-class Graphs:
-    """Greedy decoding as a user of the files would write it, from what onnx.json says."""
-
-    def __init__(self, folder):
-        self.says = json.loads((folder / "onnx.json").read_text())
-        options = {"providers": ["CPUExecutionProvider"]}
-        self.encoder, self.step = (
-            onnxruntime.InferenceSession(folder / self.says[part]["file"], **options)
-            for part in ("encoder", "decoder_step")
-        )
-
-    def encode(self, features, lengths):
-        inputs = {"features": features, "lengths": lengths}
-        names = [output.name for output in self.encoder.get_outputs()]
-        return dict(zip(names, self.encoder.run(None, inputs), strict=True))
-
-    def greedy(self, encoded, prompt, most):
-        sizes = self.says["decoder_step"]
-        shape = (sizes["layers"], 1, sizes["heads"], 0, sizes["head_dim"])
-        keys = values = np.zeros(shape, np.float32)
-        message: list[int] = []
-        read = list(prompt)
-        for position in range(len(prompt) + most - 1):
-            inputs = {
-                "tokens": np.array([read[position]]),
-                "positions": np.array([position]),
-                "past_keys": keys,
-                "past_values": values,
-                **{k: encoded[k] for k in ("cross_keys", "cross_values", "encoded_lengths")},
-            }
-            logits, keys, values = self.step.run(None, inputs)
-            if position < len(prompt) - 1:
-                continue
-            token = int(logits[0, : self.says["tokens"]].argmax())
-            if token == self.says["eos_id"]:
-                break
-            message.append(token)
-            read.append(token)
-        return message
 
 
 def texts_of(model, tokenizer, prompt, audio):
@@ -102,7 +61,7 @@ def untrained(workplace, recordings):
 def features_of(model, audio):
     batch = collate([Example("x", audio, [0], [], monotonic=True)], eos_id=0, pad_id=0)
     mel = model.features(batch.audio, batch.frames)
-    return mel.values[: int(mel.lengths[0])].numpy()[None]
+    return mel.values[: int(mel.lengths[0])].numpy()
 
 
 def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings, tmp_path):
@@ -124,11 +83,13 @@ def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings
         with torch.no_grad():
             expected = untrained.encode(batch).values
             log_probs = untrained.ctc_logits(expected).log_softmax(-1)
-        features = features_of(untrained, audio)
-        result = graphs.encode(features, np.array([features.shape[1]]))
+        features = graphs.features(audio)
+        assert features == pytest.approx(features_of(untrained, audio), abs=1e-3)
+        result = graphs.run("encoder", features=features[None], lengths=np.array([len(features)]))
         assert result["encoded"][0] == pytest.approx(expected.numpy(), abs=1e-4)
         assert result["ctc_log_probs"][0] == pytest.approx(log_probs.numpy(), abs=1e-3)
-        assert graphs.greedy(result, prompt, 12) == text
+        assert graphs.tokens(features, ctc=False)[:12] == text
+        assert graphs.text(text) == loaded.tokenizer.decode(text)
 
     # Weights that are not those of the graphs are told.
     with torch.no_grad():
@@ -150,7 +111,7 @@ def test_the_graphs_can_be_quantized(effasr, model, untrained, recordings, tmp_p
         quantization.quantize_dynamic(exact / name, small / name)
     step, quantized = Graphs(exact), Graphs(small)
     features = features_of(untrained, recordings[0])
-    encoded = step.encode(features, np.array([features.shape[1]]))
+    encoded = step.run("encoder", features=features[None], lengths=np.array([len(features)]))
     sizes = step.says["decoder_step"]
     past = np.zeros((sizes["layers"], 1, sizes["heads"], 0, sizes["head_dim"]), np.float32)
     inputs = {
@@ -160,7 +121,9 @@ def test_the_graphs_can_be_quantized(effasr, model, untrained, recordings, tmp_p
         "past_values": past,
         **{k: encoded[k] for k in ("cross_keys", "cross_values", "encoded_lengths")},
     }
-    expected, actual = (graphs.step.run(None, inputs)[0] for graphs in (step, quantized))
+    expected, actual = (
+        graphs.run("decoder_step", **inputs)["logits"] for graphs in (step, quantized)
+    )
     sizes = [(folder / "decoder_step.onnx").stat().st_size for folder in (small, exact)]
     assert sizes[0] < sizes[1]
     assert np.abs(actual - expected).max() < 0.1 * np.abs(expected).max()

@@ -1,6 +1,7 @@
 """A Whisper of Hugging Face's comes in, transcribes, is fine-tuned, and goes out again."""
 
 import json
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -62,7 +63,9 @@ def test_the_timing_of_transcribers(settings, corpus, tmp_path, joined, count):
     assert 0 < content["wer"] < 40
 
 
-def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_path, caplog):
+def test_from_hugging_face_and_back(
+    effasr, checkpoint, corpus, settings, tmp_path, caplog, monkeypatch
+):
     imported, out = tmp_path / "imported", tmp_path / "exported"
     audio = corpus / "0.wav"
     message = effasr("transcribe", "--run", imported, audio, "--json", "--no-fallback")
@@ -114,6 +117,11 @@ def test_from_hugging_face_and_back(effasr, checkpoint, corpus, settings, tmp_pa
     assert "token_timestamps" in timed
     read = transformers.AutoTokenizer.from_pretrained(out)
     assert read.decode(loaded.tokenizer.encode("low high", "en")) == " low high"
+    # The lines of the model card run where it is.
+    soundfile.write(out / "recording.wav", wave, 16_000)
+    (lines,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(out)
+    exec(lines, {})
 
 
 def test_alignment_heads_of_another_model_are_left_out_with_a_warning(

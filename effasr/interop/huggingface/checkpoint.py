@@ -116,13 +116,6 @@ def export_model(
     return class_.name
 
 
-def check_expressible(model: ASRModel) -> None:
-    """Check that transformers can express the first output of a model."""
-    refuse_experts(model.config, "transformers")
-    first = SpecialTokens(pad_id=0, bos_id=0, eos_id=0, decoder_start_id=0)
-    CLASSES[_model_type(model.config)].write(model, first)
-
-
 def _model_type(config: ModelConfig) -> str:
     if isinstance(config.encoder, WhisperEncoderConfig):
         return "whisper"

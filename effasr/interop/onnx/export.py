@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from effasr.interop.onnx import infer
 from effasr.interop.onnx.description import DESCRIPTION, describe
 from effasr.interop.onnx.graph import Graph, check_packages, write_graph
 from effasr.interop.onnx.plain_model import (
@@ -88,6 +91,10 @@ def export_onnx(
     if model.transducer is not None:
         graphs += ["predictor.onnx", "joint.onnx"]
         write_transducer(model.transducer, directory)
+    if step is None and (model.decoder is not None or model.ctc_head is not None):
+        tables = {name: getattr(model.features, name).numpy() for name in ("window", "filterbank")}
+        np.savez(directory / "features.npz", **tables)
+        shutil.copyfile(infer.__file__, directory / "infer.py")
     earlier = earlier_graphs(directory)
     describe(model, directory, outputs, texts, step)
     for name in earlier:

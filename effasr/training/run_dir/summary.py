@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +23,7 @@ from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.statistics import guidance
 from effasr.data.statistics.survey import SAMPLE, FramesPerToken, survey
 from effasr.data.tokenizer import SentencePieceTokenizer, Tokenizer
-from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
-from effasr.model.encoder import FastConformerConfig
 
 
 def describe_batches(
@@ -59,31 +56,6 @@ def describe_model(model: nn.Module) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     of_these = f" ({trained / 1e6:.2f} M trained)" if trained < parameters else ""
     return f"{parameters / 1e6:.2f} M parameters{of_these}"
-
-
-def describe_exports(model: ASRModel) -> Iterator[str]:
-    """Yield which frameworks will not hold a model, while its fields can still be changed."""
-    from effasr.interop.huggingface import checkpoint as transformers
-    from effasr.interop.nemo import config as nemo
-    from effasr.interop.tables import NotExportable
-
-    config = model.config
-    if not isinstance(config.encoder, FastConformerConfig) or config.language_model is not None:
-        return
-    reasons = []
-    for check in (
-        partial(transformers.check_expressible, model),
-        partial(nemo.check_expressible, config),
-    ):
-        try:
-            check()
-        except NotExportable as error:
-            reasons.append(error.reason)
-    if reasons:
-        yield (
-            f"not every format of effasr export holds this model: {'; '.join(reasons)}; set other "
-            "values now to export there"
-        )
 
 
 def describe_data(
