@@ -174,22 +174,19 @@ def load_weights(
     model: ASRModel,
     directory: Path,
     *,
-    may_lack: tuple[str, ...] = (),
     only: tuple[str, ...] = ("",),
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights,
 ) -> None:
     """Load the weights of a model directory into a model of the same architecture and adapters.
 
-    The model keeps its own weights of names without a prefix in ``only``, and of those with a
-    prefix in ``may_lack`` that the directory lacks. ``change`` returns the weights to load.
+    The model keeps its own weights of names without a prefix in ``only``. ``change`` returns the
+    weights to load.
     """
     _verify(directory)
     remedy = " Leave `model` out of the recipe to take the architecture with the weights."
     with _explaining(directory / WEIGHTS, remedy) as path:
         unchanged = {
-            name: value
-            for name, value in model.state_dict().items()
-            if name.startswith(may_lack) or not name.startswith(only)
+            name: value for name, value in model.state_dict().items() if not name.startswith(only)
         }
         weights = safetensors.torch.load_file(path)
         weights = weights if adapters(model) else without_adapters(weights)

@@ -111,7 +111,7 @@ def _model_in(source: Path) -> Path:
 def _import_hugging_face(
     source: Path, language: str | None
 ) -> tuple[ASRModel, Tokenizer, Prompt | None]:
-    from effasr.data.tokenizer import WhisperTokenizer, load_hugging_face
+    from effasr.data.tokenizer import NoTokenizer, WhisperTokenizer, load_hugging_face
     from effasr.interop.huggingface.checkpoint import CLASSES, import_model
     from effasr.interop.huggingface.ctranslate2 import is_ctranslate2
     from effasr.interop.huggingface.files import check_tokenizer, read_config, read_prompt_settings
@@ -132,8 +132,14 @@ def _import_hugging_face(
     if not is_ctranslate2(source):
         read_config(source, *CLASSES)
     check_tokenizer(source)
-    tokenizer = load_hugging_face(source, language)
+    files = any((source / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    tokenizer = load_hugging_face(source, language) if files else NoTokenizer()
     model = ASRModel.from_state_dict(*import_model(source, language))
+    if not files and model.vocab_size > 1:
+        raise ValueError(
+            f"{source / 'vocab.json'}: there is no such file: copy it and tokenizer_config.json "
+            "from the model that was fine-tuned."
+        )
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"{source}: the tokenizer must be the model's, but has {tokenizer.vocab_size} "

@@ -56,6 +56,11 @@ def add(command: AddCommand) -> None:
         "--init-from", type=Path, metavar="MODEL", help="a run or a model directory to fine-tune"
     )
     parser.add_argument(
+        "--head",
+        choices=("ctc",),
+        help="of --init-from only the encoder, under a new CTC head with a tokenizer for TRAIN",
+    )
+    parser.add_argument(
         "--no-timing",
         action="store_true",
         help="do not train a few steps to measure the expected time",
@@ -74,10 +79,15 @@ def run(options: argparse.Namespace) -> int:
             f"`--output` must be a new file that ends in .yaml, but is {str(output)!r}: name "
             "another one, or remove it."
         )
-    if options.init_from is not None and options.tokenizer is not None:
+    if options.init_from is None and options.head is not None:
+        raise ValueError(
+            f"`--head` must be left out without --init-from, but is {options.head}: name the "
+            "model whose encoder is read."
+        )
+    if options.init_from is not None and options.tokenizer is not None and options.head is None:
         raise ValueError(
             f"`--tokenizer` must be left out with --init-from, because the model has its own, but "
-            f"is {str(options.tokenizer)!r}."
+            f"is {str(options.tokenizer)!r}: --head ctc learns another one."
         )
     with progress_counter("utterances read") as show:
         initial = Initial.of(
@@ -86,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
             name=output.stem,
             tokenizer=options.tokenizer or _TOKENIZER,
             init_from=options.init_from,
+            new_head=options.head is not None,
             language=options.language,
             progress=show,
         )
@@ -105,10 +116,11 @@ def run(options: argparse.Namespace) -> int:
         print_line("\n".join(fold(line)))
     train, tokenizer = [str(path) for path in options.train], initial.request.tokenizer
     language = [] if options.language == "en" else ["--language", options.language]
-    subsampling = ["--subsampling", str(initial.framing.subsampling)]
+    choice = initial.vocabulary
+    subsampling = [] if choice is None else ["--subsampling", str(choice.subsampling)]
     commands = [["tokenizer", *train, tokenizer, *subsampling, *language]]
     print_next(
-        *(commands if initial.vocabulary is not None else []),
+        *(commands if choice is not None else []),
         ["train", str(output)],
         *(["evaluate", f"runs/{output.stem}", str(dev)] for dev in options.dev),
     )

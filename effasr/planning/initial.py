@@ -66,10 +66,14 @@ class Initial:
         name: str = "recipe",
         tokenizer: Path,
         init_from: Path | None = None,
+        new_head: bool = False,
         language: str = "en",
         progress: Callable[[int], None] = lambda count: None,
     ) -> Initial:
-        """Survey a corpus and choose by its size; without ``tokenizer``, a vocabulary as well."""
+        """Survey a corpus and choose by its size; without ``tokenizer``, a vocabulary as well.
+
+        With ``new_head`` only the encoder of ``init_from`` is read.
+        """
         counts = survey(train, language=language, progress=progress)
         if not counts.utterances:
             raise ValueError(f"{', '.join(map(str, train))}: no utterances to write a recipe for.")
@@ -83,28 +87,33 @@ class Initial:
         if init_from is not None:
             source = checkpoint.resolve(str(init_from))
             model = checkpoint.read_description(source).model
-            features, has_ctc = model.features, model.ctc
-            reader = checkpoint.read_tokenizer(source)
+            features, has_ctc = model.features, model.ctc or new_head
+            reader = None if new_head else checkpoint.read_tokenizer(source)
             start = StartModel(
                 path=str(init_from),
                 parameters=checkpoint.count_parameters(source),
                 is_whisper=features.kind == "whisper",
                 silence=features.minimum_s,
                 memory=target_bytes(CalibrationConfig(), choose_device("auto"), os.environ),
+                new_head=new_head,
             )
-            if counts.hours >= _LEAST_WITHOUT_SILENCE:
+            if counts.hours >= _LEAST_WITHOUT_SILENCE or new_head:
                 features = replace(features, minimum_s=0.0)
             framing = features.framing
-        elif tokenizer.is_dir() and any(tokenizer.iterdir()):
+        if reader is None and tokenizer.is_dir() and any(tokenizer.iterdir()):
             reader = load_tokenizer(tokenizer)
-            framing = Framing(subsampling=reader.subsampling or _subsampling_for(counts, reader))
-        else:
-            vocabulary = choose_vocabulary(counts)
-            framing = Framing(subsampling=vocabulary.subsampling)
+            if start is None:
+                factor = reader.subsampling or _subsampling_for(counts, reader)
+                framing = Framing(subsampling=factor)
+        elif reader is None:
+            # The frames of an encoder that is read may be finer than those that there is a choice of.
+            factor = None if start is None else 8 if framing == Framing() else 4
+            vocabulary = choose_vocabulary(counts, subsampling=factor)
+            framing = framing if factor else Framing(subsampling=vocabulary.subsampling)
         if reader is not None and reader.languages:
-            _check_languages(counts, reader, init_from)
+            _check_languages(counts, reader, None if new_head else init_from)
         if vocabulary is not None:
-            aligned = vocabulary.frames_per_token
+            aligned = None if new_head else vocabulary.frames_per_token
         else:
             assert reader is not None
             aligned = counts.sampled(reader, framing) if has_ctc else None
@@ -112,7 +121,7 @@ class Initial:
             name=name,
             train=[str(path) for path in train],
             dev=[str(path) for path in dev],
-            tokenizer="" if init_from is not None else str(tokenizer),
+            tokenizer="" if init_from is not None and not new_head else str(tokenizer),
             language=language,
             hours=counts.hours,
             utterances=counts.utterances,
@@ -151,7 +160,8 @@ class Initial:
         request, practice = self.request, self.request.practice
         steps = f"{request.steps:,} steps of {request.step_seconds:.0f} s"
         if request.start is not None:
-            return f"fine-tunes {request.start.path} in {steps}"
+            part = "the encoder of " if request.start.new_head else ""
+            return f"fine-tunes {part}{request.start.path} in {steps}"
         return (
             f"width {practice.width}, {practice.encoder_layers} + {practice.decoder_layers} "
             f"layers, {self.framing.subsampling}x, {request.vocabulary}, {steps}"

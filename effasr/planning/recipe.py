@@ -107,6 +107,7 @@ class StartModel:
     is_whisper: bool
     silence: float  # seconds to which its training extended utterances; 0 for none
     memory: int  # bytes that training may take on this machine
+    new_head: bool = False  # whether only its encoder is read, for a new CTC head
 
     @property
     def full_bytes(self) -> int:
@@ -121,6 +122,8 @@ class StartModel:
     @property
     def lr(self) -> float:
         rates = _written()["fine_tuning"]
+        if self.new_head:
+            return rates["new_head"]
         if self.needs_adapters:
             return rates["adapters"]
         if not self.is_whisper:
@@ -139,7 +142,7 @@ class RecipeRequest:
     name: str
     train: Sequence[str]
     dev: Sequence[str]
-    tokenizer: str  # folder; empty with ``start``
+    tokenizer: str  # folder; empty where that of ``start`` is kept
     language: str
     hours: float
     utterances: int
@@ -220,7 +223,8 @@ def _head(request: RecipeRequest, time: str | None) -> str:
     if time is not None:
         lines += fold(f"# Expected time: {time}.", COLUMNS, "#   ")
     if request.start is not None:
-        lines.append("# Fine-tuning: architecture, tokenizer and features are those of the model.")
+        same = "encoder" if request.start.new_head else "architecture, tokenizer"
+        lines.append(f"# Fine-tuning: {same} and features are those of the model.")
     else:
         if request.hours < LITTLE:
             lines += [
@@ -238,6 +242,17 @@ def _model(request: RecipeRequest) -> str:
     """Return the recipe's part on model, data, loss and optimizer."""
     practice, data, start = request.practice, _data(request), request.start
     if start is not None:
+        if start.new_head:
+            return _fill(
+                "new_head",
+                init_from=dump_scalar(start.path),
+                practice=practice,
+                data=data,
+                tokenizer=dump_scalar(request.tokenizer),
+                vocabulary=request.vocabulary,
+                lr=start.lr,
+                warmup_steps=max(50, request.steps // 10),
+            )
         silence = adapters = ""
         if start.silence and not request.framing.minimum:
             silence = _fill("without_silence", seconds=start.silence)

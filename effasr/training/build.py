@@ -67,9 +67,7 @@ def build_model(
     joins = saved is None and joins_language_model(config, source)
     if source is not None and not joins:
         description = checkpoint.read_description(source)
-        keeps_outputs = description.model.best_rq is None or config.model.best_rq is not None
-        is_replaced = saved is None and replaces_tokenizer(config.data.tokenizer, source)
-        if keeps_outputs and not is_replaced:
+        if saved is not None or not replaces_tokenizer(config.data.tokenizer, source):
             # A model from Hugging Face may have more classes than its tokenizer has tokens.
             vocab_size = description.vocab_size
     torch.manual_seed(config.seed)

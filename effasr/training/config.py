@@ -377,8 +377,9 @@ class TrainConfig:
         seed: Seed of the weights, the order of the data, dropout and augmentation.
         init_from: A model directory, or a run, to start from: its weights, its tokenizer and its
             architecture, of which ``model`` overrides single fields. With ``data.tokenizer`` its
-            tokenizer is replaced, and what it has learnt of pieces that both have is kept. Of a
-            model that was pretrained with ``best_rq``, a ``model`` without it takes the encoder.
+            tokenizer is replaced, and what it has learnt of pieces that both have is kept. A
+            ``model`` with other outputs takes the encoder and the outputs that both have; of one
+            that was pretrained with ``best_rq``, a ``model`` without it takes the encoder.
         lora: Adapters that are trained in place of the weights of ``init_from``; null for none.
         model: The architecture.
         data: The utterances, the tokenizer and the batches.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from effasr import checkpoint
@@ -23,6 +24,13 @@ TOKEN_TABLES = (
     *("transducer.output.weight", "transducer.output.bias"),
 )
 """Parameters with a row for each token, and after these one for each further class, if any."""
+
+_OUTPUTS = {
+    "ctc": ("ctc_head",),
+    "decoder": ("decoder", "projection"),
+    "transducer": ("transducer",),
+}
+"""Outputs of a model, which may be others than those of ``init_from``, and their parts."""
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +54,33 @@ def prepare_weights(
         initialised = ["language_model.adapter"]
     elif source is not None:
         source_model = checkpoint.read_description(source).model
-        if source_model.best_rq is not None and model.best_rq is None:
-            # Pretrained on audio alone, it has nothing but an encoder.
-            checkpoint.load_weights(model, source, only=("encoder.",))
-            initialised = ["ctc_head", "decoder", "projection", "transducer"]
+        before, after = (
+            {output for output in _OUTPUTS if getattr(x, output)}
+            for x in (source_model, model.config)
+        )
+        if isinstance(checkpoint.read_tokenizer(source), NoTokenizer):
+            before = set()  # It was pretrained on audio alone.
+        initialised = [part for output in after - before for part in _OUTPUTS[output]]
+        if source_model.text_encoder is None:
+            # A model to begin with may never have read text.
+            initialised.append("text_encoder")
+        modules = (name for name, _ in model.named_children() if name not in initialised)
+        only = tuple(f"{name}." for name in modules)
+        if before & after and replaces_tokenizer(config.data.tokenizer, source):
+            _load_for_tokenizer(model, source, load_tokenizer(config.data.tokenizer), only)
+            parameters = dict(model.named_parameters())
+            initialised += [name for name in TOKEN_TABLES if name in parameters]
         else:
-            if replaces_tokenizer(config.data.tokenizer, source):
-                _load_for_tokenizer(model, source, load_tokenizer(config.data.tokenizer))
-                parameters = dict(model.named_parameters())
-                initialised = [name for name in TOKEN_TABLES if name in parameters]
-            else:
-                # A model to begin with may never have read text.
-                checkpoint.load_weights(model, source, may_lack=("text_encoder.",))
-            if source_model.text_encoder is None:
-                initialised.append("text_encoder")
+            checkpoint.load_weights(model, source, only=only)
+        if model.ctc_head is not None and "ctc_head" in initialised:
+            # Drawn weights would begin far above the loss of equal scores, as its frames are large.
+            torch.nn.init.zeros_(model.ctc_head.weight)
+        if before and before != after:
+            log.warning(
+                "of init_from, whose outputs are %s, the encoder is read, and of the outputs %s",
+                ", ".join(sorted(before)),
+                ", ".join(sorted(before & after)) or "none",
+            )
     _select_trained(model, config, 0)
     _check_trains(model, config, initialised)
 
@@ -116,13 +137,13 @@ def _join(model: ASRModel, config: TrainConfig, source: Path | None) -> None:
 
 def replaces_tokenizer(tokenizer: str, source: Path) -> bool:
     """Return whether ``data.tokenizer`` takes the place of the tokenizer of ``init_from``."""
-    # A model that was pretrained on audio alone has none, and a language model keeps its own.
-    if not tokenizer or checkpoint.read_description(source).model.language_model is not None:
-        return False
-    return not isinstance(checkpoint.read_tokenizer(source), NoTokenizer)
+    # A language model keeps its own.
+    return bool(tokenizer) and checkpoint.read_description(source).model.language_model is None
 
 
-def _load_for_tokenizer(model: ASRModel, source: Path, tokenizer: Tokenizer) -> None:
+def _load_for_tokenizer(
+    model: ASRModel, source: Path, tokenizer: Tokenizer, only: tuple[str, ...]
+) -> None:
     """Load a model, but for the rows of tokens that its own tokenizer lacks.
 
     The rows of pieces that both tokenizers have move to their new places; the other rows stay
@@ -146,8 +167,7 @@ def _load_for_tokenizer(model: ASRModel, source: Path, tokenizer: Tokenizer) -> 
             )
         return weights
 
-    # A model to begin with may never have read text.
-    checkpoint.load_weights(model, source, may_lack=("text_encoder.",), change=move_rows)
+    checkpoint.load_weights(model, source, only=only, change=move_rows)
     log.warning(
         "the tokenizer of init_from is replaced: the model keeps its weights for %d of the %d "
         "pieces of data.tokenizer, and learns the others anew",

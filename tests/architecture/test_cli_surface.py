@@ -53,7 +53,7 @@ SURFACE = {
     ],
     "init": [
         "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",
-        "--init-from MODEL", "--no-timing", "--language LANG",
+        "--init-from MODEL", "--head {ctc}", "--no-timing", "--language LANG",
     ],
     "demo-data": ["OUT", "--multilingual", "--conversations", "--utterances N"],
     "plan": [

@@ -4,11 +4,13 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from effasr import checkpoint, config
 from effasr.data.features.frame_geometry import Framing
+from effasr.data.tokenizer import load_tokenizer
 from effasr.planning import initial
 from effasr.planning.initial import Initial
 from effasr.planning.recipe import StartModel, practice_for, practices, recipe_text
@@ -16,6 +18,8 @@ from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.untrusted.documents import read_yaml
+from tests.interop.test_wav2vec2 import make_pretrained, make_wav2vec2
+from tests.interop.whisper import make_whisper
 
 QUICK = ("training.max_steps=2", "training.device=cpu", "data.workers=0")
 
@@ -164,6 +168,38 @@ def test_fine_tuning_takes_model_and_tokenizer_from_the_run(effasr, workplace, t
     assert trained.code == 0, trained.err
     settings = config.load(TrainConfig, tmp_path / "runs/tuned/config.yaml")
     assert settings.model == config.load(TrainConfig, workplace.run / "config.yaml").model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_whisper,
+        partial(make_wav2vec2, kind="base"),
+        partial(make_pretrained, name="Wav2Vec2ForPreTraining"),
+    ],
+    ids=["whisper", "wav2vec2", "pretrained"],
+)
+def test_an_encoder_gets_a_new_head(effasr, workplace, tmp_path, make):
+    (tmp_path / "source").mkdir()
+    make(tmp_path / "source")
+    assert effasr("import", tmp_path / "source", tmp_path / "model").code == 0
+    recipe, tokenizer = tmp_path / "headed.yaml", tmp_path / "tokenizer"
+    done = effasr(
+        "init", workplace.folder / "train", "--dev", workplace.folder / "dev", "--head", "ctc",
+        "--init-from", tmp_path / "model", "--tokenizer", tokenizer, "--output", recipe,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "s of audio a second" in done.out
+    made, train, scored = (shlex.split(x) for x in done.out.partition("next:\n")[2].splitlines())
+    assert effasr(*made[1:]).code == 0
+    # The window of this Whisper is 2 s.
+    trained = effasr(*train[1:], f"output={tmp_path}/runs", *QUICK, "data.max_duration=2")
+    assert trained.code == 0, trained.err
+    assert effasr(*scored[1:3], tmp_path / "runs/headed", *scored[4:]).code == 0
+    model = checkpoint.load_model(checkpoint.resolve(tmp_path / "runs/headed"))
+    assert model.tokenizer.pieces() == load_tokenizer(tokenizer).pieces()
+    assert model.model.ctc_head is not None
+    assert model.model.decoder is None
 
 
 @pytest.mark.parametrize(

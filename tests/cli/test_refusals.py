@@ -36,6 +36,7 @@ INIT = [
         "{train} --init-from {run} --tokenizer {tok} --output {tmp}/n.yaml",
         "must be left out with --init-from",
     ),
+    ("{train} --head ctc --output {tmp}/n.yaml", "`--head` must be left out without --init-from"),
     ("{empty} --output {tmp}/n.yaml", "no utterances to write a recipe for"),
     ("{train} --dev {empty} --output {tmp}/n.yaml", "no utterances to validate on"),
     ("{tmp}/gone.jsonl --output {tmp}/n.yaml", "there is no such file"),

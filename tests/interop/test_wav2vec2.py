@@ -1,6 +1,7 @@
 """transformers' wav2vec 2.0 and HuBERT, with random weights, are the oracle of ours."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,6 +58,15 @@ def make_wav2vec2(folder, kind):
     model.save_pretrained(folder)
     extractor_of(model).save_pretrained(folder)
     write_tokenizer(folder, dict(VOCABULARY))
+    return model
+
+
+def make_pretrained(folder, name):
+    """A model without a head for CTC, and so without a tokenizer."""
+    kind = transformers.HubertConfig if name.startswith("Hubert") else transformers.Wav2Vec2Config
+    model = getattr(transformers, name)(kind(**SIZES)).eval()
+    model.save_pretrained(folder)
+    extractor_of(model).save_pretrained(folder)
     return model
 
 
@@ -201,6 +211,19 @@ def test_what_is_exported_is_loaded_with_the_same_transcripts(theirs, ours, kind
         torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6, msg=name)
     extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
     assert extractor.to_dict() == extractor_of(theirs).to_dict()
+
+
+@pytest.mark.parametrize("name", ["Wav2Vec2ForPreTraining", "HubertModel"])
+@torch.no_grad()
+def test_a_pretrained_model_gives_its_encoder(name, tmp_path):
+    theirs = make_pretrained(tmp_path, name)
+    ours = ASRModel.from_state_dict(*import_model(tmp_path)).eval()
+    (example,) = spoken((8_000,))
+    values = extractor_of(theirs)(example.audio, sampling_rate=16_000, return_tensors="pt")
+    expected = getattr(theirs, "wav2vec2", theirs)(values.input_values).last_hidden_state[0]
+    result = ours.encode(batch_of(ours, [replace(example, text=[])], static=False)).values
+    assert_same(result, expected, name)
+    assert ours.vocab_size == 1
 
 
 def test_weights_of_older_versions_are_the_same(tmp_path):

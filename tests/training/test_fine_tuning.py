@@ -303,6 +303,30 @@ def test_known_pieces_keep_their_weights_and_others_are_initialised(start, other
         assert torch.equal(value[new.vocab_size :], theirs[name][old.vocab_size :])
 
 
+@pytest.mark.parametrize("before", ["ctc", "decoder"])
+def test_only_the_outputs_of_both_models_are_read(start, other, make_config, before, caplog):
+    """A CTC model of one with all outputs, or of one with a decoder alone, such as Whisper."""
+    model, folder = start
+    if before == "decoder":
+        fields = {"ctc": False, "transducer": None, "text_encoder": None}
+        model = ASRModel(replace(model.config, **fields), model.vocab_size)
+        save_model(folder, model, read_tokenizer(folder))
+    fields = {"ctc": True, "decoder": None, "transducer": None, "text_encoder": None}
+    settings = {"init_from": str(folder), "data": {"tokenizer": str(other)}}
+    config = make_config(**settings, model=replace(model.config, **fields))
+    new = find_tokenizer(config, None)
+    result = build.build_model(config, new.vocab_size, None, CPU).state_dict()
+    for name, value in result.items():
+        if name.startswith("encoder."):
+            assert torch.equal(value, model.state_dict()[name]), name
+    assert {name.partition(".")[0] for name in result} == {"encoder", "ctc_head"}
+    head = result["ctc_head.weight"]
+    assert head.shape == (new.vocab_size + 1, head.shape[1])
+    # One that is new begins with equal scores.
+    assert bool(head.any()) == (before == "ctc")
+    assert f"and of the outputs {'ctc' if before == 'ctc' else 'none'}" in caplog.text
+
+
 def test_a_run_goes_on_with_the_new_tokenizer(make_config, other, tmp_path, caplog):
     assert run(make_config(name="first", training={"max_steps": 2})) == 0
     first = {"init_from": str(tmp_path / "first"), "data": {"tokenizer": str(other)}}

@@ -92,23 +92,18 @@ class NoTokenizer(Tokenizer):
     languages = sources = ()
 
     def encode(self, text: str, language: str) -> NoReturn:
-        """Raise a ValueError."""
         raise ValueError(_REMEDY)
 
     def decode(self, ids: Iterable[int]) -> NoReturn:
-        """Raise a ValueError."""
         raise ValueError(_REMEDY)
 
     def prompt(self, prompt: Prompt) -> NoReturn:
-        """Raise a ValueError."""
         raise ValueError(_REMEDY)
 
     def count_unknown(self, ids: Iterable[int]) -> int:
-        """Return 0: there are no texts."""
         return 0
 
     def pieces(self) -> list[str]:
-        """Return nothing: there are no texts."""
         return []
 
     def save(self, directory: str | Path) -> None:

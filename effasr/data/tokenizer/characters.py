@@ -98,28 +98,25 @@ class CharacterTokenizer(Tokenizer):
             )
 
     def encode(self, text: str, language: str) -> list[int]:
-        """See `Tokenizer.encode`; one vocabulary serves all languages."""
+        """One vocabulary serves all languages."""
         tokens = self._pattern.findall(self._case(text).replace(" ", self._delimiter))
         ids = (self._ids.get(token, self._unknown) for token in tokens)
         return [number for number in ids if number is not None]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`."""
         tokens = (self._tokens.get(number, "") for number in check_ids(ids, self.vocab_size))
         text = "".join(token for token in tokens if token not in self.specials)
         text = text.replace(self._delimiter, " ").strip()
         return text.lower() if self._settings.get("do_lower_case") else text
 
     def count_unknown(self, ids: Iterable[int]) -> int:
-        """See `Tokenizer.count_unknown`."""
         return sum(number == self._unknown for number in ids)
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`; the decoder that such a model has not would start from it."""
+        """The decoder that such a model has not would start from it."""
         return [self.pad_id]
 
     def pieces(self) -> list[str]:
-        """See `Tokenizer.pieces`."""
         names = {number: f"<{number}>" for number in range(self.vocab_size)} | self._tokens
         return ["▁" if x == self._delimiter else x for _, x in sorted(names.items())]
 

@@ -25,7 +25,6 @@ class ChatTokenizer(HuggingFaceTokenizer):
     companions = (*HuggingFaceTokenizer.companions, TEMPLATE_FILE, GENERATION_FILE)
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         folder = Path(directory)
         self._template = read_template(folder)

@@ -44,7 +44,6 @@ class HuggingFaceTokenizer(Tokenizer):
     companions: tuple[str, ...] = _COMPANIONS  # Other files of the folder that `save` writes
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder."""
         self._path = Path(directory) / TOKENIZER_FILE
         self._tokenizer = read_tokenizer_json(self._path)
         # Kept, because a run that was resumed removes the checkpoint that it read them from.
@@ -60,14 +59,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.specials = {token.content: index for index, token in added.items() if token.special}
 
     def encode(self, text: str, language: str) -> list[int]:
-        """See `Tokenizer.encode`; one vocabulary serves all languages."""
+        """One vocabulary serves all languages."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as error:
             raise _unreadable(self._path, error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`."""
         checked = check_ids(ids, self.vocab_size)
         try:
             return self._tokenizer.decode(checked, skip_special_tokens=True).strip()
@@ -75,12 +73,11 @@ class HuggingFaceTokenizer(Tokenizer):
             raise _unreadable(self._path, error) from error
 
     def count_unknown(self, ids: Iterable[int]) -> int:
-        """See `Tokenizer.count_unknown`."""
         unknown = self._vocabulary.get(_UNKNOWN)
         return sum(token == unknown for token in ids)
 
     def pieces(self) -> list[str]:
-        """See `Tokenizer.pieces`; byte-level pieces have the letters of GPT-2 for their bytes."""
+        """Byte-level pieces have the letters of GPT-2 for their bytes."""
         names = {number: piece.replace("Ġ", "▁") for piece, number in self._vocabulary.items()}
         return [names.get(number, f"<{number}>") for number in range(self.vocab_size)]
 
@@ -105,7 +102,6 @@ class CanaryTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         vocabulary = self._vocabulary
         self.sources = self.languages = tuple(
@@ -136,12 +132,10 @@ class CanaryTokenizer(HuggingFaceTokenizer):
         return (_SPACE, *_PROMPT_HEAD)
 
     def encode(self, text: str, language: str) -> list[int]:
-        """See `HuggingFaceTokenizer.encode`."""
         language = language_among(language, self.languages, "text")
         return super().encode(text, language)
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`."""
         languages = [f"<|{name}|>" for name in self.prompt_languages(prompt)]
         pnc = _PUNCTUATION[prompt.punctuation]
         names = (*self._head, *languages, pnc, *_PROMPT_TAIL)
@@ -156,7 +150,6 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         blank = find_blank(self._vocabulary)
         if not blank:
@@ -173,13 +166,11 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
         self.eos_id = self._vocabulary.get(_EOS, self.pad_id)
 
     def encode(self, text: str, language: str) -> list[int]:
-        """See `HuggingFaceTokenizer.encode`."""
         ids = super().encode(text, language)
         # A text that spells the blank's name would get a label that the model has not.
         return [index for index in ids if index < self.vocab_size]
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`."""
         return [self.pad_id]
 
 

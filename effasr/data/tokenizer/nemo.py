@@ -89,14 +89,13 @@ class NeMoTokenizer(AggregateTokenizer):
         ]
 
     def encode(self, text: str, language: str) -> list[int]:
-        """See `Tokenizer.encode`; a unified tokenizer without prompts takes any language."""
+        """A unified tokenizer without prompts takes any language."""
         if self.languages:
             language = language_among(language, self.languages, "text")
         position = 0 if self.is_unified else self._places[language]
         return self._encode(text, position)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`."""
         selected = [
             token for token in check_ids(ids, self.vocab_size) if token not in self._skipped
         ]
@@ -109,7 +108,6 @@ class NeMoTokenizer(AggregateTokenizer):
         return text.strip()
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`."""
         if self.prompt_format is None:
             return [self.pad_id]
         source, target = (f"<|{language}|>" for language in self.prompt_languages(prompt))

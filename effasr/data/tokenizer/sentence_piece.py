@@ -51,11 +51,9 @@ class AggregateTokenizer(Tokenizer):
         }
 
     def count_unknown(self, ids: Iterable[int]) -> int:
-        """See `Tokenizer.count_unknown`."""
         return sum(token in self._unknown for token in ids)
 
     def pieces(self) -> list[str]:
-        """See `Tokenizer.pieces`."""
         names = {number: name for name, number in self.specials.items()}
         for offset, processor in zip(self._offsets, self._processors, strict=True):
             for piece in range(processor.vocab_size()):
@@ -121,7 +119,6 @@ class SentencePieceTokenizer(AggregateTokenizer):
         }
 
     def encode(self, text: str, language: str) -> list[int]:
-        """See `Tokenizer.encode`."""
         language = language_among(language, self.languages, "text")
         if self.normalization == "nfc":
             # The rules in the model compose characters, but do not bring marks into their order.
@@ -129,14 +126,13 @@ class SentencePieceTokenizer(AggregateTokenizer):
         return self._encode(text, self._places[language])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`; runs of pieces of different languages are joined by a space."""
+        """Runs of pieces of different languages are joined by a space."""
         pieces = [token for token in check_ids(ids, self.vocab_size) if token >= self._offsets[0]]
         return " ".join(
             self._processors[position].decode(local) for position, local in self._runs(pieces)
         )
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`."""
         source, target = self.prompt_languages(prompt)
         names = (
             _START,

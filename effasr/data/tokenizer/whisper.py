@@ -48,7 +48,6 @@ class WhisperTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Read a folder; see `HuggingFaceTokenizer`."""
         super().__init__(directory)
         vocabulary = self._vocabulary
         missing = [name for name in (_START, _EOS, _NOTIMESTAMPS) if name not in vocabulary]
@@ -80,19 +79,18 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         )
 
     def encode(self, text: str, language: str) -> list[int]:
-        """See `Tokenizer.encode`."""
         language = language_among(language, self.languages, "text")
         words = text.strip()
         spaced = words and language not in WITHOUT_SPACES
         return super().encode(f" {words}" if spaced else words, language)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`; timestamps are skipped, too."""
+        """Timestamps are skipped, too."""
         checked = check_ids(ids, self.vocab_size)
         return super().decode(token for token in checked if token not in self._silent)
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """See `Tokenizer.prompt`; there is no token for punctuation."""
+        """There is no token for punctuation."""
         source, _ = self.prompt_languages(prompt)
         names = [_START, _NOTIMESTAMPS]
         if self.is_multilingual:

@@ -2,7 +2,8 @@
 
 The blank is the padding token, whose number moves behind the others. The weight norm of the
 convolution for positions is multiplied out; it is written as a norm that changes nothing. Of MMS
-the adapters of one language are read.
+the adapters of one language are read. A model that was only pretrained, such as XLS-R, gets a head
+of one token and the blank, in whose place a fine-tuning puts that of its tokenizer.
 """
 
 from __future__ import annotations
@@ -127,8 +128,14 @@ def _read(family: str, content: Content) -> tuple[ModelConfig, int]:
     blank = integer("config.pad_token_id", mapping.get("pad_token_id", 0))
     rule = f"be in the vocabulary of {classes}, as it is the blank"
     check(0 <= blank < classes, "pad_token_id", rule, blank)
-    for name in [name for name in weights if name.startswith(_PRETRAINING)]:
-        del weights[name]
+    for name in list(weights):
+        value = weights.pop(name)
+        if not name.startswith(_PRETRAINING):
+            # A model that is saved without any head has no prefix.
+            weights[name if name.startswith((family, _HEAD)) else f"{family}.{name}"] = value
+    if not any(name.startswith(_HEAD) for name in weights):
+        classes, blank = 2, 0
+        weights |= {f"{_HEAD}weight": torch.zeros(2, encoder.width), f"{_HEAD}bias": torch.zeros(2)}
     _multiply_out(weights, f"{family}.{_POSITIONS}")
     weights.setdefault(f"{family}.{_MASK}", torch.zeros(encoder.width))
     order = [*range(blank), *range(blank + 1, classes), blank]
@@ -137,8 +144,7 @@ def _read(family: str, content: Content) -> tuple[ModelConfig, int]:
         if head is None or len(head) != classes:
             raise ValueError(
                 f"`{_HEAD}{name}` must have the {classes} rows of `vocab_size`, but "
-                f"{'is missing' if head is None else f'has {len(head)}'}: take a model that was "
-                "fine-tuned with CTC."
+                f"{'is missing' if head is None else f'has {len(head)}'}: copy the folder again."
             )
         weights[f"{_HEAD}{name}"] = head[index]
     config = ModelConfig(
