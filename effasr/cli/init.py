@@ -58,7 +58,7 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--head",
         choices=("ctc",),
-        help="of --init-from only the encoder, under a new CTC head with a tokenizer for TRAIN",
+        help="new output, with a tokenizer for TRAIN, on the encoder of --init-from",
     )
     parser.add_argument(
         "--no-timing",

@@ -195,7 +195,7 @@ def test_an_encoder_gets_a_new_head(effasr, workplace, tmp_path, make):
     # The window of this Whisper is 2 s.
     trained = effasr(*train[1:], f"output={tmp_path}/runs", *QUICK, "data.max_duration=2")
     assert trained.code == 0, trained.err
-    assert effasr(*scored[1:3], tmp_path / "runs/headed", *scored[4:]).code == 0
+    assert effasr("evaluate", tmp_path / "runs/headed", *scored[3:]).code == 0
     model = checkpoint.load_model(checkpoint.resolve(tmp_path / "runs/headed"))
     assert model.tokenizer.pieces() == load_tokenizer(tokenizer).pieces()
     assert model.model.ctc_head is not None
