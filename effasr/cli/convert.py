@@ -55,6 +55,7 @@ def add_import(command: AddCommand) -> None:
 
 def run_import(options: argparse.Namespace) -> int:
     from effasr.checkpoint import save_model
+    from effasr.data.tokenizer import NoTokenizer
 
     source = _model_in(options.source)
     with reading(source):
@@ -63,6 +64,9 @@ def run_import(options: argparse.Namespace) -> int:
         save_model(options.out, model, tokenizer, prompt)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print_line(f"{options.out}: {parameters / 1e6:.1f} M parameters")
+    if isinstance(tokenizer, NoTokenizer):
+        print_next(["init", "TRAIN", "--init-from", str(options.out), "--head", "ctc"])
+        return 0
     print_next(
         ["evaluate", str(options.out), "DEV"],
         ["prepare", "SOURCE", "data/train", "--tokenizer", str(options.out / "tokenizer")],

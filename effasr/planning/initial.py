@@ -106,10 +106,11 @@ class Initial:
                 factor = reader.subsampling or _subsampling_for(counts, reader)
                 framing = Framing(subsampling=factor)
         elif reader is None:
-            # The frames of an encoder that is read may be finer than those that there is a choice of.
-            factor = None if start is None else 8 if framing == Framing() else 4
-            vocabulary = choose_vocabulary(counts, subsampling=factor)
-            framing = framing if factor else Framing(subsampling=vocabulary.subsampling)
+            # An encoder that is read may have finer frames than there is a choice of.
+            factor = 8 if framing.samples == Framing().samples else 4
+            vocabulary = choose_vocabulary(counts, subsampling=None if start is None else factor)
+            if start is None:
+                framing = Framing(subsampling=vocabulary.subsampling)
         if reader is not None and reader.languages:
             _check_languages(counts, reader, None if new_head else init_from)
         if vocabulary is not None:
@@ -192,7 +193,7 @@ class Initial:
             times = -(-settings.training.known_steps // int(settings.training.validate_every))
             # To encode and to decode greedily takes about a third of a training step.
             rate = 3 * median
-            if self.request.start is not None:
+            if self.request.start is not None and not self.request.start.new_head:
                 times, rate = times + 1, self._decoding_rate(settings, device)
                 decoding = f", of validations {rate:.3g}"
             validations = times * self.dev_seconds / rate
