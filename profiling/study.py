@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import resource
@@ -49,6 +50,8 @@ from benchmarks import harness as tables
 ROOT = Path(__file__).parents[1]
 GRIDS = ROOT / "profiling" / "studies"
 CELL = "cell"
+LEFT = 0.8  # share of the CTC loss without audio below which a model has left the plateau
+MEMORY_S = 2000.0  # seconds of audio after which a loss counts 1 / e in that share
 FIELDS = {
     *("about", "parameters", "seeds", "data", "stages", "cells", "rows", "columns", "from"),
     *("percent", "revision"),
@@ -260,13 +263,27 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 
 def _trained(metrics: Path) -> dict[str, Any]:
-    audio_s, step, ctc = 0.0, 0, None
+    audio_s, step, ctc, average, baseline = 0.0, 0, None, None, None
+    left: float | str = "never"
     for text in metrics.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         # A line has the mean of the steps since the line before.
-        audio_s += line["audio_seconds"] * (line["step"] - step)
-        step, ctc = line["step"], line.get("ctc")
-    return {"steps": step, "audio_s": round(audio_s), "ctc_loss": ctc}
+        heard_s = line["audio_seconds"] * (line["step"] - step)
+        audio_s += heard_s
+        step, ctc, of_blind = line["step"], line.get("ctc"), line.get("ctc_of_no_audio")
+        if ctc is None or of_blind is None:
+            continue
+        # The first line has its own loss for the average, which has the weight of MEMORY_S here:
+        # that of training counts steps, which are of different length.
+        baseline = baseline or ctc / of_blind
+        decay = 0.0 if average is None else math.exp(-heard_s / MEMORY_S)
+        average = decay * (average or 0.0) + (1 - decay) * ctc / baseline
+        if left == "never" and average < LEFT:
+            left = round(audio_s)
+    return {"steps": step, "audio_s": round(audio_s), "ctc_loss": ctc} | {
+        "ctc_of_blind": average,
+        "plateau_s": left,
+    }
 
 
 def _at(content: Any, path: str) -> Any:
