@@ -443,6 +443,18 @@ def small_data() -> str:
     return markdown(titles, lines, texts=2)
 
 
+def small_corpora() -> str:
+    """Audio until CTC leaves its plateau."""
+    lines = []
+    for row in read("small_corpora", "cell", "seed"):
+        plateau = row["plateau_s"]
+        left = plateau if plateau == "never" else f"{int(plateau):,}"
+        end = f"{float(row['ctc_of_blind']):.2f}", tenths(row["cer"])
+        lines.append([row["cell"], left, f"{int(row['audio_s']):,}", *end])
+    titles = ["corpus, step, masks", "s until 0.8 of blind", "s in all"]
+    return markdown([*titles, "CTC of blind", "CER %"], lines)
+
+
 def subsampling() -> str:
     """Errors of the recipe `small` by subsampling and vocabulary."""
     lines = []
@@ -539,7 +551,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
-        *(whisper_windows, whisper_speed, experts),
+        *(whisper_windows, whisper_speed, experts, small_corpora),
     )
 }
 

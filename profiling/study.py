@@ -281,7 +281,7 @@ def _trained(metrics: Path) -> dict[str, Any]:
         if left == "never" and average < LEFT:
             left = round(audio_s)
     return {"steps": step, "audio_s": round(audio_s), "ctc_loss": ctc} | {
-        "ctc_of_blind": average,
+        "ctc_of_blind": None if average is None else round(average, 3),
         "plateau_s": left,
     }
 

@@ -88,6 +88,7 @@ class ASRModel(nn.Module):
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.durations: Durations | None = None  # None where they are unknown
+        self.masks_on: Tensor | None = None  # bool (), of SpecAugment that begins late
         mel = config.features.kind != "waveform"
         self.features = LogMel(config.features) if mel else Samples(config.features)
         stream = {"residual_in_fp32": config.residual_in_fp32}
@@ -276,7 +277,7 @@ class ASRModel(nn.Module):
     def _augmented(self, mel: MelFrames) -> MelFrames:
         if not self.training:
             return mel
-        return mel.with_values(spec_augment(mel, self.config.spec_augment))
+        return mel.with_values(spec_augment(mel, self.config.spec_augment, self.masks_on))
 
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
         of_speech = self.encoder, self.ctc_head, self.transducer

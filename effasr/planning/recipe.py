@@ -56,6 +56,7 @@ class Practice:
     freq_masks: int = 2
     freq_width: int = 27  # mel bands
     time_masks: int
+    masks_after_ctc: float | None = None  # nats a token; None: with the first step
     batch_seconds: float  # audio of a step
     epochs: float  # a speed-perturbed copy counts as one pass
     least_steps: int
@@ -275,9 +276,11 @@ def _model(request: RecipeRequest) -> str:
         alignment = (
             f"    # {median:.1f} frames per token in the median; CTC needs about 2.5 or more.\n"
         )
+    late = practice.masks_after_ctc
     return _fill(
         "scratch",
         practice=practice,
+        masks_after="" if late is None else f", after_ctc: {late:g}",
         framing=request.framing,
         alignment=alignment,
         encoder=_fill("sizes", practice=practice, layers=practice.encoder_layers),

@@ -176,6 +176,9 @@ def build_train_state(
     if is_recorded and context.size > 1:
         # Before the recording, which keeps the addresses of gradients.
         grad_sync = FlatGradientSync(trained, context)
+    objective = Objective(config.loss, context.device, config.model.spec_augment.after_ctc)
+    if config.model.spec_augment.after_ctc is not None:
+        model.masks_on = objective.masks_on
     state = TrainState(
         config=StepConfig(
             learning_rate=lambda made: (
@@ -190,7 +193,7 @@ def build_train_state(
         context=context,
         model=wrapped,
         optimizer=optimizer,
-        objective=Objective(config.loss, context.device),
+        objective=objective,
         grad_sync=grad_sync,
         averager=averager,
         statistics=statistics,

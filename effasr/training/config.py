@@ -465,6 +465,12 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
             f"`loss.transducer_weight` must be 0 or null for a model without transducer, but is "
             f"{loss.transducer_weight}: give model.transducer, or leave the weight out."
         )
+    late = model.spec_augment.after_ctc
+    if late is not None and (not model.ctc or model.encoder.kind == "wav2vec2"):
+        raise ValueError(
+            "`model.spec_augment.after_ctc` must be null without a CTC head, or with an encoder of "
+            f"waveforms, but is {late:g}: leave it out."
+        )
     sole_loss = "best_rq" if model.best_rq is not None else "language_model"
     if getattr(model, sole_loss) is not None:
         if loss.guided_weight or loss.guided_after_ctc:

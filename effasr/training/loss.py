@@ -65,16 +65,21 @@ class LossConfig:
 class Objective:
     """Weighs the losses of a micro-batch as its share of the loss of the global step."""
 
-    def __init__(self, config: LossConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: LossConfig, device: torch.device, masks_after_ctc: float | None = None
+    ) -> None:
         if config.ctc_weight is None or config.transducer_weight is None:
             raise ValueError(
                 "`ctc_weight` and `transducer_weight` must be numbers here: see `resolve_losses`."
             )
         self.config = config
         self._ctc_weight, self._transducer_weight = config.ctc_weight, config.transducer_weight
-        # The switch of the penalty stays on the device, so that the host never waits for it.
+        # Switches stay on the device, so that the host never waits for them.
         self._ctc_average = torch.full((), torch.nan, device=device)
         self.guided_on = torch.tensor(config.guided_after_ctc is None, device=device)
+        # Whether SpecAugment masks: see `SpecAugmentConfig.after_ctc`.
+        self.masks_on = torch.tensor(masks_after_ctc is None, device=device)
+        self._masks_after_ctc = masks_after_ctc
 
     @property
     def guided_sigma(self) -> float | None:
@@ -109,18 +114,30 @@ class Objective:
 
     def observe(self, ctc: Tensor, valid: Tensor) -> None:
         """Record the global step's CTC loss per token, where ``valid`` (bool ())."""
-        if self.config.guided_after_ctc is None:
+        switches = (
+            (self.guided_on, self.config.guided_after_ctc),
+            (self.masks_on, self._masks_after_ctc),
+        )
+        if all(threshold is None for _, threshold in switches):
             return
         blended = torch.lerp(ctc, self._ctc_average, _AVERAGE_DECAY)
         updated = torch.where(self._ctc_average.isnan(), ctc, blended)
         # In place, because a CUDA graph reads these addresses.
         self._ctc_average.copy_(torch.where(valid, updated, self._ctc_average))
-        self.guided_on |= self._ctc_average < self.config.guided_after_ctc
+        for switch, threshold in switches:
+            if threshold is not None:
+                switch |= self._ctc_average < threshold
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self._ctc_average.clone(), "on": self.guided_on.clone()}
+        state = {"average": self._ctc_average.clone(), "on": self.guided_on.clone()}
+        if self._masks_after_ctc is not None:
+            state["masks"] = self.masks_on.clone()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._ctc_average.copy_(state["average"])
         # With `guided_after_ctc` removed, no step would switch the penalty on any more.
         self.guided_on.copy_(state["on"] | (self.config.guided_after_ctc is None))
+        # Without the field, the run masked from the first step on.
+        masks = state.get("masks", torch.tensor(True))
+        self.masks_on.copy_(masks | (self._masks_after_ctc is None))

@@ -293,6 +293,8 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("model.transducer.sigma", "model.transducer.durations", _GIVEN),
     ("model.spec_augment.freq_width", "model.spec_augment.freq_masks", _GIVEN),
     ("model.spec_augment.time_width", "model.spec_augment.time_masks", _GIVEN),
+    ("model.spec_augment.after_ctc", "model.spec_augment.freq_masks", _GIVEN),
+    ("model.spec_augment.after_ctc", "model.spec_augment.time_masks", _GIVEN),
     ("model.language_model.adapter_width", "model.language_model.adapter", ("is", ("mlp",))),
     ("model.encoder.position_dropout", "model.encoder.position", ("is", ("relative",))),
 )

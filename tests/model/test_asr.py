@@ -219,6 +219,17 @@ def test_augmentation_is_for_training_only(tiny_model, examples, make_batch):
     assert torch.equal(tiny_model.encode(batch).values, quiet)
     tiny_model.train()
     assert not torch.equal(tiny_model.encode(batch).values, tiny_model.encode(batch).values)
+    # Masks that have not begun are empty, and draw as many numbers.
+    results, drawn = [], []
+    for on in (False, True):
+        tiny_model.masks_on = torch.tensor(on)
+        torch.manual_seed(0)
+        results.append(tiny_model.encode(batch).values)
+        drawn.append(torch.rand(1))
+    tiny_model.config = dataclasses.replace(tiny_model.config, spec_augment=SpecAugmentConfig())
+    plain = tiny_model.encode(batch).values
+    assert [torch.equal(result, plain) for result in results] == [True, False]
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("head", ["lstm", "stateless"])

@@ -146,7 +146,9 @@ def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
         name="run",
         output=str(tmp_path),
         seed=3,
-        model=replace(model_config, spec_augment=SpecAugmentConfig(freq_masks=1, time_masks=1)),
+        model=replace(
+            model_config, spec_augment=SpecAugmentConfig(freq_masks=1, time_masks=1, after_ctc=8.0)
+        ),
         loss=LossConfig(
             ctc_weight=0.3,
             transducer_weight=0.0,

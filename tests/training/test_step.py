@@ -229,8 +229,8 @@ def test_a_penalty_that_need_not_wait_any_more_is_on_at_once():
     assert ungated.guided_on
 
 
-def test_the_penalty_waits_for_ctc_and_then_stays():
-    objective = Objective(GATED, CPU)
+def test_the_penalty_and_masks_wait_for_ctc_and_then_stay():
+    objective = Objective(GATED, CPU, masks_after_ctc=2.0)
     objective.observe(torch.tensor(3.0), YES)
     for value in (torch.nan, 0.0):
         # Steps that are not valid are not observed.
@@ -242,6 +242,10 @@ def test_the_penalty_waits_for_ctc_and_then_stays():
         average = 0.98 * average + 0.02 * 0.5
         observed += 1
         assert bool(objective.guided_on) == (average < 1.0)
+        assert bool(objective.masks_on) == (average < 2.0)
+        resumed = Objective(GATED, CPU, masks_after_ctc=2.0)
+        resumed.load_state_dict(objective.state_dict())
+        assert resumed.masks_on == objective.masks_on
     assert observed == 80
     assert total(objective) == pytest.approx(0.7 * 1 + 0.3 * 10 + 2 * 100)
     for _ in range(200):

@@ -23,12 +23,16 @@ class SpecAugmentConfig:
         freq_width: Widest of them, in mel bins.
         time_masks: Stretches of time hidden per utterance.
         time_width: Longest of them, as a share of the utterance.
+        after_ctc: Masking begins, for good, once the running average of the CTC loss per token
+            (nats) has fallen under this: masks keep CTC longer at its plateau. Null: with the first
+            step.
     """
 
     freq_masks: int = 0
     freq_width: int = 27
     time_masks: int = 0
     time_width: float = 0.05
+    after_ctc: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("freq_masks", "freq_width", "time_masks"):
@@ -38,12 +42,12 @@ class SpecAugmentConfig:
         check(0 <= self.time_width <= 1, "time_width", rule, self.time_width, "for 5 % write 0.05")
 
 
-def spec_augment(mel: MelFrames, config: SpecAugmentConfig) -> Tensor:
+def spec_augment(mel: MelFrames, config: SpecAugmentConfig, on: Tensor | None = None) -> Tensor:
     """Hide random bands and stretches of each utterance, by zeros.
 
     Every utterance draws its own masks from torch's global generator of the device: the width of
     each uniformly from 0 to its bound, then its place. As many numbers are drawn whatever the
-    lengths are, and nothing waits for the device.
+    lengths are, and nothing waits for the device. Where ``on`` (bool ()) is false, masks are empty.
 
     References:
         Park et al., 2019, https://arxiv.org/abs/1904.08779; time masks in proportion to the
@@ -52,7 +56,8 @@ def spec_augment(mel: MelFrames, config: SpecAugmentConfig) -> Tensor:
 
     def shares(masks: int) -> Tensor | None:
         size = 2, mel.layout.num_sequences, masks
-        return torch.rand(size, device=mel.values.device) if masks else None
+        drawn = torch.rand(size, device=mel.values.device) if masks else None
+        return drawn if drawn is None or on is None else drawn * on
 
     if not (config.freq_masks or config.time_masks):
         return mel.values

@@ -123,6 +123,7 @@ class CTCPlateau(Detector):
     config: DiagnosticsConfig
     baseline: CTCBaseline
     can_subsample_less: bool
+    masks_early: bool = False  # whether SpecAugment masks from the first step on
     average: float | None = None
 
     @property
@@ -156,9 +157,12 @@ class CTCPlateau(Detector):
 
     def _remedy(self, is_short: bool) -> str:
         if not is_short:
+            late = f"model.spec_augment.after_ctc={0.7 * self.baseline.loss:.1f}"
+            first = f"let masks begin later ({late}); " if self.masks_early else ""
             return (
-                "lower optimizer.lr or lengthen schedule.warmup_steps, and raise loss.ctc_weight; "
-                "check that the texts belong to the audio."
+                f"{first}start from a trained model (init_from); check that the texts belong to "
+                "the audio; try larger steps at a lower rate, such as 120 s of audio "
+                "(data.micro_batches) with optimizer.lr=1e-3."
             )
         vocabulary = "train a tokenizer with a larger vocabulary (effasr tokenizer --vocab-size)"
         if self.can_subsample_less:

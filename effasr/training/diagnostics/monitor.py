@@ -77,10 +77,12 @@ class Diagnostics:
         has_ctc: bool,
         can_subsample_less: bool,
         pass_seconds: float,
+        masks_early: bool = False,
     ) -> None:
         self._plateau = None
         if baseline is not None:
-            self._plateau = CTCPlateau(config, baseline, can_subsample_less=can_subsample_less)
+            options = {"can_subsample_less": can_subsample_less, "masks_early": masks_early}
+            self._plateau = CTCPlateau(config, baseline, **options)
         self._detectors = {
             "blanks_only": Blanks(config),
             "ignores_audio": AudioUse(config, has_ctc=has_ctc),
@@ -193,7 +195,7 @@ def build_diagnostics(
     baseline = None
     if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):
         baseline = CTCBaseline.from_transcripts(corpus.transcripts(_MAX_TRANSCRIPTS))
-    encoder = config.model.encoder
+    encoder, masks = config.model.encoder, config.model.spec_augment
     return Diagnostics(
         settings,
         choose_method(model, config.evaluation.decoding.method),
@@ -201,4 +203,5 @@ def build_diagnostics(
         has_ctc=config.model.ctc,
         can_subsample_less=encoder.kind == "fastconformer" and encoder.subsampling == 8,
         pass_seconds=corpus.seconds / len(config.data.speeds),
+        masks_early=masks.after_ctc is None and bool(masks.freq_masks or masks.time_masks),
     )
