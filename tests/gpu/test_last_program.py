@@ -12,7 +12,6 @@ from effasr_kernels.runtime import counters as counting
 from effasr_kernels.runtime.counters import graph_counters, program_counters
 from effasr_kernels.runtime.launch import launch
 from effasr_kernels.shared.last_program import is_last_program
-from tests.gpu.conftest import EMULATED
 
 CHANNELS, ROWS = 256, 16
 
@@ -56,20 +55,6 @@ def test_it_finds_the_parts_of_all_programs(parts: int, block_c: int, device: to
         assert torch.equal(_sums(x, block_c, counters, runs), x.sum(0))
         assert bool((runs == number + 1).all())
         assert not counters.any()
-
-
-@pytest.mark.skipif(not EMULATED, reason="only the emulator chooses the order of programs")
-def test_the_order_of_programs_changes_no_bit() -> None:
-    from emulator.emulate import emulated
-
-    x = torch.randn(24 * ROWS, CHANNELS)
-    found = []
-    for seed in range(4):
-        counters, runs = program_counters(x, 2), torch.zeros(2, dtype=torch.int32)
-        with emulated(EMULATED, seed):
-            found.append(_sums(x, CHANNELS // 2, counters, runs))
-    assert all(torch.equal(one, found[0]) for one in found[1:])
-    torch.testing.assert_close(found[0], x.sum(0))
 
 
 def test_a_stream_keeps_its_counters_and_a_graph_has_its_own(

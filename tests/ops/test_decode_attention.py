@@ -59,20 +59,15 @@ def test_sums_are_wide(dtype: torch.dtype) -> None:
     assert_no_worse(out, gold, gold.to(dtype), slack=1.0)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_depends_on_its_sequence_alone_to_the_bit(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        lengths = (0, 100, 1, 33, 64, 375, 2, 375)
-        batch = draw(lengths, size=25, hypotheses=3, heads=4, width=64)
-        batch = batch.to("cpu", torch.float32)
-        together = decode_attention(*batch.arguments).unflatten(0, (-1, 3))
-        for chosen in ([5], [7, 5], [3, 2, 1, 0], list(range(8))[::-1]):
-            alone = decode_attention(*batch.choose(chosen).arguments)
-            assert torch.equal(alone.unflatten(0, (-1, 3)), together[chosen])
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.usefixtures("threads")
+def test_a_row_depends_on_its_sequence_alone_to_the_bit() -> None:
+    lengths = (0, 100, 1, 33, 64, 375, 2, 375)
+    batch = draw(lengths, size=25, hypotheses=3, heads=4, width=64)
+    batch = batch.to("cpu", torch.float32)
+    together = decode_attention(*batch.arguments).unflatten(0, (-1, 3))
+    for chosen in ([5], [7, 5], [3, 2, 1, 0], list(range(8))[::-1]):
+        alone = decode_attention(*batch.choose(chosen).arguments)
+        assert torch.equal(alone.unflatten(0, (-1, 3)), together[chosen])
 
 
 def test_where_pages_lie_makes_no_difference_to_the_bit() -> None:

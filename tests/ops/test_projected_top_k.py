@@ -64,18 +64,13 @@ def test_sums_are_wide(dtype: torch.dtype) -> None:
     assert_no_worse(log_probs, expected, baseline)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("k", [1, 5])
-def test_a_row_depends_on_itself_alone_to_the_bit(k: int, threads: int) -> None:
+def test_a_row_depends_on_itself_alone_to_the_bit(k: int) -> None:
     """Also of other numbers of rows, for which the product would take other routines."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        hidden, weight, bias = torch.randn(37, 96), torch.randn(500, 96), torch.randn(500)
-        expected = projected_top_k(hidden, weight, bias=bias, k=k)
-        for chosen in ([0], [3, 36], list(range(7)), list(range(16)), list(range(37))[::-1]):
-            found = projected_top_k(hidden[chosen], weight, bias=bias, k=k)
-            for x, y in zip(found, expected, strict=True):
-                assert torch.equal(x, y[chosen])
-    finally:
-        torch.set_num_threads(before)
+    hidden, weight, bias = torch.randn(37, 96), torch.randn(500, 96), torch.randn(500)
+    expected = projected_top_k(hidden, weight, bias=bias, k=k)
+    for chosen in ([0], [3, 36], list(range(7)), list(range(16)), list(range(37))[::-1]):
+        found = projected_top_k(hidden[chosen], weight, bias=bias, k=k)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y[chosen])

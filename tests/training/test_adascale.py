@@ -7,7 +7,7 @@ from effasr.data.batch import Batch
 from effasr.distributed.process_group import DistributedContext
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
-from effasr.training import build, trainer
+from effasr.training import build
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.step_stats import StepCounts
@@ -89,20 +89,10 @@ def test_the_gain_of_two_ranks_is_that_of_a_direct_computation():
 
 
 @pytest.mark.extended
-def test_a_killed_run_goes_on_exactly_and_ends_by_progress(make_config, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_exactly_and_ends_by_progress(make_config, tmp_path):
     assert run(make_config(name="straight", optimizer=ADASCALE)) == 0
-    steps = trainer.train_step
-
-    def killed(train_state, batches, step, **settings):
-        if step == 6:
-            raise KeyboardInterrupt
-        return steps(train_state, batches, step, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(make_config(optimizer=ADASCALE))
-    assert run(make_config(optimizer=ADASCALE)) == 0
+    for stop_at in (6, None):
+        assert run(make_config(optimizer=ADASCALE, training={"stop_at": stop_at})) == 0
     straight = read_lines(tmp_path / "straight" / "metrics.jsonl")
     last = straight[-1]
     assert_same_end(tmp_path / "run", tmp_path / "straight", last["step"])
