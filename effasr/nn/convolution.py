@@ -44,33 +44,26 @@ class BatchNorm(nn.Module):
             nn.init.zeros_(zeros)
 
     def forward(
-        self,
-        x: Tensor,
-        layout: PackedLayout,
-        statistics: tuple[Tensor, Tensor] | None = None,
-        *,
-        silu: bool = False,
+        self, x: Tensor, layout: PackedLayout, statistics: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Normalise each channel (and apply SiLU), in training by the statistics of this batch.
+        """Normalise each channel and apply SiLU.
 
-        ``statistics`` are mean and biased variance of the real rows, where the operation that made
-        ``x`` has computed them; the gradient is the same.
+        ``statistics`` are mean and biased variance of the real rows, in training alone, as the
+        operation that made ``x`` has computed them; the gradient is the same.
         """
         # x: (T, C) -> (T, C)
-        if not self.training:
+        if statistics is None:
             statistics = self.running_mean, self.running_var
-        else:
-            statistics = statistics or _statistics(x, layout)
-            # In its own recomputation the compiler omits the update.
-            if torch.compiler.is_compiling() or not is_recomputing():
-                update_running_statistics(
-                    self.running_mean,
-                    self.running_var,
-                    self.num_batches_tracked,
-                    *statistics,
-                    layout,
-                    momentum=self.momentum,
-                )
+        # In its own recomputation the compiler omits the update.
+        elif torch.compiler.is_compiling() or not is_recomputing():
+            update_running_statistics(
+                self.running_mean,
+                self.running_var,
+                self.num_batches_tracked,
+                *statistics,
+                layout,
+                momentum=self.momentum,
+            )
         return batch_norm(
             x,
             self.weight,
@@ -78,22 +71,9 @@ class BatchNorm(nn.Module):
             *statistics,
             layout,
             eps=self.eps,
-            silu=silu,
+            silu=True,
             fixed=not self.training,
         )
-
-
-@torch.no_grad()
-def _statistics(x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    x = x if x.dtype == torch.float64 else x.float()
-    mask = layout.mask()[:, None] if layout.has_tail else None
-    count = layout.cu_seqlens[-1].to(x.dtype).clamp(min=1)
-    mean = _masked(x, mask).sum(0) / count
-    return mean, _masked(x - mean, mask).square().sum(0) / count
-
-
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    return x if mask is None else torch.where(mask, x, 0.0)
 
 
 class DepthwiseConv(nn.Module):
@@ -155,7 +135,7 @@ class ConformerConvolution(nn.Module):
             x = F.silu(self.norm(self.depthwise(x, layout)))
         elif self.norm.training:
             x, *statistics = self.depthwise(x, layout, statistics=True)
-            x = self.norm(x, layout, tuple(statistics), silu=True)
+            x = self.norm(x, layout, tuple(statistics))
         else:
-            x = self.norm(self.depthwise(x, layout), layout, silu=True)
+            x = self.norm(self.depthwise(x, layout), layout)
         return self.pointwise2(x) if residual is None else residual.project(self.pointwise2, x)
