@@ -4,6 +4,15 @@
 
 namespace effasr {
 
+// Blocks of a multiprocessor, by its shared memory: one takes 84 or 140 kB.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <int D>
+constexpr int kBlocks = 1;
+#else
+template <int D>
+constexpr int kBlocks = 128 / D;
+#endif
+
 // Queries plus the biases, rounded once, and delta: rows of one head, D / 8 threads for each.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads) attention_backward_rows(const __grid_constant__ AttentionCall p) {
@@ -37,18 +46,20 @@ __global__ void __launch_bounds__(kThreads) attention_backward_rows(const __grid
 
 // Gradients of 64 keys and values of a head, and this tile's part of the biases'.
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_keys(const __grid_constant__ AttentionCall p) {
+__global__ void __launch_bounds__(kThreads, kBlocks<D>) attention_backward_keys(const __grid_constant__ AttentionCall p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Tiles<D> tiles(shared);
   const int32_t* tile = p.tiles + 4 * (1 + blockIdx.x);
   Pair x(p, tile, true);
-  const int head = blockIdx.y, first = 16 * warp();
+  const int head = blockIdx.y, is_key = warp() / 4;
   const bool exists = x.key < tile[2];
   const Seers seers(p, x.key, min(x.key + kRows, x.keys) - 1, x.queries);
-  const int begin = seers.first / kRows * kRows, end = exists ? seers.end : 0;
-  float grad_k[D / 8][4] = {}, grad_v[D / 8][4] = {}, sums[4] = {};
-  if (begin < end) {
-    x.query = begin;
+  const int end = exists ? seers.end : 0;
+  x.query = seers.first / kRows * kRows;
+  const bool is_seen = x.query < end;
+  // Half of the warps have the gradient of 16 values each, half that of keys, and sums of its weights.
+  float grad[D / 8][4] = {}, sums[2] = {};
+  if (is_seen) {
     copy_keys<D>(tiles.keys, p.k, p.k_row, p.k_head, x, head);
     copy_keys<D>(tiles.values, p.v, p.v_row, p.v_head, x, head);
     copy_table<D>(p, tiles.table, x, head, false);
@@ -61,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_keys(con
   const uint32_t one = T::pack(1, 1);
   // The upper half of the distances is new, and takes the place of the lower.
   int upper = 0;
-  while (x.query < end && begin < end) {
+  while (x.query < end) {
     wait_for_copies<0>();
     __syncthreads();
     Operands weights, grads;
@@ -75,15 +86,18 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_keys(con
       copy_table<D>(p, tiles.table + upper * kTileBytes<D>, x, head, false);
       copy_queries<D>(p, tiles.by_position, p.by_position, x, head);
     }
-    // Not unrolled: operands that are loaded ahead would take the registers of sums.
+    // Unrolled whole, it would take registers for loads ahead.
 #pragma unroll 1
-    for (int n = 0; n < kWarps; ++n) {
+    for (int query = 0; query < kRows; query += 16) {
       uint32_t a[4];
-      load_pairs(a, tiles.rings, n, 0, first);
-      multiply_columns<T, D>(grad_v, a, tiles.grad_out, 16 * n);
-      load_pairs(a, tiles.rings, n, 1, first);
-      multiply_columns<T, D>(grad_k, a, tiles.by_content, 16 * n);
-      T::multiply(sums, a, one, one);
+      load_pairs(a, tiles.rings, query, warp_query(), is_key);
+      multiply_columns<T, D>(grad, a, is_key ? tiles.by_content : tiles.grad_out, query);
+      if (is_key) {
+        // All columns are the same.
+        float columns[4] = {sums[0], 0, sums[1], 0};
+        T::multiply(columns, a, one, one);
+        sums[0] = columns[0], sums[1] = columns[2];
+      }
     }
     __syncthreads();
     if (x.query < end) {
@@ -93,24 +107,25 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_keys(con
     commit_copies();
   }
   if (exists) {
-    const float scale[2] = {p.scale, p.scale};
-    const float factor = 256.0f / (256 - p.dropped), factors[2] = {factor, factor};
-    const int64_t to = (x.first_k + x.key + first) * p.grad_k_row + head * D;
-    const int rows = x.keys - x.key - first;
-    unsigned char* staged = reinterpret_cast<unsigned char*>(tiles.ring);
-    store_rows<T, D>(p.grad_k + to, p.grad_k_row, rows, grad_k, scale, staged);
-    store_rows<T, D>(p.grad_v + to, p.grad_k_row, rows, grad_v, factors, staged);
+    const float factor = is_key ? p.scale : 256.0f / (256 - p.dropped), factors[2] = {factor, factor};
+    const int row = x.key + warp_query();
+    store_rows<T, D>(
+        (is_key ? p.grad_k : p.grad_v) + int64_t{x.first_k + row} * p.grad_k_row + head * D, p.grad_k_row,
+        x.keys - row, grad, factors, shared + warp() * 16 * D * 2);
   }
   // The gradient of the content bias is the sum over keys of the sums of their scores' gradients. That of the
   // position bias is what is left of the sum of the queries' gradients.
-  float* by_key = reinterpret_cast<float*>(shared);
-  if (lane() % 4 == 0) by_key[first + lane() / 4] = sums[0], by_key[first + lane() / 4 + 8] = sums[2];
+  float* by_key = reinterpret_cast<float*>(shared + (tiles.rings - tiles.by_content));
+  if (is_key && lane() % 4 == 0) {
+    const int key = warp_query() + lane() / 4;
+    by_key[key] = sums[0], by_key[key + 8] = sums[1];
+  }
   __syncthreads();
   if (threadIdx.x < D / 2) {
     const int word = threadIdx.x / 4;
     const unsigned char* keys = shared + (tiles.keys - tiles.by_content) + threadIdx.x % 4 * 4;
     float2 sum = {};
-    for (int n = 0; begin < end && n < kRows; ++n) {
+    for (int n = 0; is_seen && n < kRows; ++n) {
       const float2 two = T::unpack(*reinterpret_cast<const uint32_t*>(keys + place<D>(n, word)));
       sum.x = fmaf(by_key[n], two.x, sum.x), sum.y = fmaf(by_key[n], two.y, sum.y);
     }
@@ -123,19 +138,19 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_keys(con
 
 // Gradients of 64 queries of a head, and their sum, for the position bias.
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_queries(
+__global__ void __launch_bounds__(kThreads, kBlocks<D>) attention_backward_queries(
     const __grid_constant__ AttentionCall p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Tiles<D> tiles(shared);
   const int32_t* tile = p.tiles + 4 * (1 + blockIdx.x);
   Pair x(p, tile, false);
-  const int head = blockIdx.y, first = 16 * warp();
+  const int head = blockIdx.y;
   const bool exists = x.query < tile[2];
   const Range of_first(p, x.query, x.keys), of_last(p, min(x.query + kRows, x.queries) - 1, x.keys);
-  const int begin = of_first.first / kRows * kRows, end = exists ? of_last.end : 0;
+  const int end = exists ? of_last.end : 0;
+  x.key = of_first.first / kRows * kRows;
   float grad_q[D / 8][4] = {};
-  if (begin < end) {
-    x.key = begin;
+  if (x.key < end) {
     copy_queries<D>(p, tiles.by_content, p.by_content, x, head);
     copy_queries<D>(p, tiles.by_position, p.by_position, x, head);
     copy_queries<D>(p, tiles.grad_out, p.grad_out, x, head);
@@ -146,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_queries(
   }
   commit_copies();
   int upper = 0;
-  while (x.key < end && begin < end) {
+  while (x.key < end) {
     wait_for_copies<0>();
     __syncthreads();
     Operands weights, grads;
@@ -156,13 +171,14 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_queries(
     next.key += kRows;
     if (next.key < end) copy_keys<D>(tiles.values, p.v, p.v_row, p.v_head, next, head);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) multiply_columns<T, D>(grad_q, grads[n], tiles.keys, 16 * n);
+    for (int n = 0; n < 2; ++n) multiply_columns<T, D>(grad_q, grads[n], tiles.keys, warp_key() + 16 * n);
     store_by_distance(grads, tiles.ring);
-#pragma unroll
-    for (int distance = 0; distance < 80; distance += 16) {
+#pragma unroll 1
+    for (int distance = 0; distance < kDistances; distance += 16) {
       uint32_t a[4];
       load_by_distance<false>(a, tiles.rings, warp(), distance);
-      multiply_columns<T, D>(grad_q, a, tiles.table, (upper * kRows + 48 - first + distance) % 128);
+      const int row = upper * kRows + 48 - warp_query() + warp_key() + distance;
+      multiply_columns<T, D>(grad_q, a, tiles.table, row % 128);
     }
     __syncthreads();
     if (next.key < end) {
@@ -173,35 +189,46 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_queries(
     commit_copies();
     x = next, upper ^= 1;
   }
-  // A place for a sum in each warp, before the rings are reused.
-  float* by_warp = reinterpret_cast<float*>(shared);
+  // Both halves of the keys.
+  float* other = reinterpret_cast<float*>(shared) + warp_query() * D + lane();
+  if (warp() >= 4)
 #pragma unroll
-  for (int n = 0; n < D / 8; ++n)
+    for (int i = 0; i < D / 2; ++i) other[i * 32] = grad_q[i / 4][i % 4];
+  __syncthreads();
+  float* by_warp = reinterpret_cast<float*>(shared + (tiles.rings - tiles.by_content));
+  if (warp() < 4) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum = grad_q[n][i] + grad_q[n][i + 2];
-      for (int other = 4; other < 32; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
-      if (lane() < 4) by_warp[warp() * D + 8 * n + 2 * lane() + i] = sum;
+    for (int i = 0; i < D / 2; ++i) grad_q[i / 4][i % 4] += other[i * 32];
+#pragma unroll
+    for (int i = 0; i < D / 4; ++i) {
+      float sum = grad_q[i / 2][i % 2] + grad_q[i / 2][i % 2 + 2];
+#pragma unroll
+      for (int apart = 4; apart < 32; apart *= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+      if (lane() < 4) by_warp[warp() * D + i / 2 * 8 + 2 * lane() + i % 2] = sum;
     }
+    if (exists) {
+      const float scale[2] = {p.scale, p.scale};
+      const int row = x.query + warp_query();
+      // Of the same warp, which has read it.
+      unsigned char* staged = shared + warp_query() * D * 4;
+      store_rows<T, D>(
+          p.grad_q + int64_t{x.first_q + row} * p.grad_q_row + head * D, p.grad_q_row, x.queries - row, grad_q, scale,
+          staged);
+    }
+  }
   __syncthreads();
   if (threadIdx.x < D) {
     float sum = 0;
-    for (int n = 0; n < kWarps; ++n) sum += by_warp[n * D + threadIdx.x];
+    for (int n = 0; n < 4; ++n) sum += by_warp[n * D + threadIdx.x];
     float* to = p.grad_biases + (2 * int64_t{blockIdx.x} * p.heads + head) * D + threadIdx.x;
     to[0] = 0, to[p.heads * D] = sum * p.scale;
-  }
-  if (exists) {
-    const float scale[2] = {p.scale, p.scale};
-    store_rows<T, D>(
-        p.grad_q + (x.first_q + x.query + first) * p.grad_q_row + head * D, p.grad_q_row,
-        x.queries - x.query - first, grad_q, scale, reinterpret_cast<unsigned char*>(tiles.ring));
   }
 }
 
 // Gradients of the 128 distances of a diagonal of tiles: of 64 queries and the 64 keys that are so many tiles
 // before or behind. Each split takes its share of the tiles of queries.
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_distances(
+__global__ void __launch_bounds__(kThreads, kBlocks<D>) attention_backward_distances(
     const __grid_constant__ AttentionCall p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Tiles<D> tiles(shared);
@@ -209,8 +236,7 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_distance
   const int behind = (diagonal - p.diagonals / 2) * kRows;
   // Without a row there is no table of tiles.
   const int live = p.rows_q ? p.tiles[0] : 0;
-  // 16 distances for each, which are the warps' own and those 64 below: as many products for all.
-  float sums[2][D / 8][4] = {};
+  float sums[D / 8][4] = {};  // of 16 distances
   bool has_table = false;
   for (int number = split; number < live; number += p.splits) {
     Pair x(p, p.tiles + 4 * (1 + number), false);
@@ -236,29 +262,26 @@ __global__ void __launch_bounds__(kThreads, 128 / D) attention_backward_distance
     differentiate<T, D>(weights, grads, tiles, p, x, head, 0);
     store_by_distance(grads, tiles.ring);
     __syncthreads();
-#pragma unroll 1
-    for (int n = 0; n < kWarps; ++n)
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        // The 80 distances of warp n begin at 48 - 16 n.
-        const int distance = 16 * (warp() + 4 * part) - (48 - 16 * n);
-        if (distance < 0 || distance >= 80) continue;
-        uint32_t a[4];
-        load_by_distance<true>(a, tiles.rings, n, distance);
-        multiply_columns<T, D>(sums[part], a, tiles.by_position, 16 * n);
-      }
+    for (int other = 0; other < 8; ++other) {
+      const int query = other % 4 * 16, key = other / 4 * kKeys;
+      // Where the other's largest distance is among those of the pair.
+      const int distance = 16 * warp() - (48 - query + key);
+      if (distance < 0 || distance >= kDistances) continue;
+      uint32_t a[4];
+      load_by_distance<true>(a, tiles.rings, other, distance);
+      multiply_columns<T, D>(sums, a, tiles.by_position, query);
+    }
   }
   float* to = p.grad_distances + (int64_t{blockIdx.x} * p.heads + head) * (2 * kRows * D);
 #pragma unroll
-  for (int part = 0; part < 2; ++part)
+  for (int n = 0; n < D / 8; ++n)
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 64 * part + 16 * warp() + lane() / 4 + 8 * half;
-        *reinterpret_cast<float2*>(to + row * D + 8 * n + 2 * (lane() % 4)) =
-            make_float2(sums[part][n][2 * half], sums[part][n][2 * half + 1]);
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * warp() + lane() / 4 + 8 * half;
+      *reinterpret_cast<float2*>(to + row * D + 8 * n + 2 * (lane() % 4)) =
+          make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+    }
 }
 
 // The gradient of the table: of each distance the sums of the two diagonals that have it.
@@ -283,8 +306,8 @@ __global__ void __launch_bounds__(kThreads) attention_backward_table(const __gri
 
 }  // namespace effasr
 
-EFFASR_LAUNCHER(attention_backward_rows)
-EFFASR_LAUNCHER(attention_backward_keys)
-EFFASR_LAUNCHER(attention_backward_queries)
-EFFASR_LAUNCHER(attention_backward_distances)
-EFFASR_LAUNCHER(attention_backward_table)
+EFFASR_LAUNCHER(attention_backward_rows, kThreads)
+EFFASR_LAUNCHER(attention_backward_keys, kThreads)
+EFFASR_LAUNCHER(attention_backward_queries, kThreads)
+EFFASR_LAUNCHER(attention_backward_distances, kThreads)
+EFFASR_LAUNCHER(attention_backward_table, kThreads)

@@ -9,6 +9,8 @@
 
 namespace effasr {
 
+constexpr int kThreads = 128;
+
 // Queries of a warp plus a bias, rounded once; zeros past the sequence.
 template <class T, int D>
 __device__ void load_queries(
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   const int head = blockIdx.y, first_row = start + 16 * warp(), g = lane() / 4, pair = 2 * (lane() % 4);
   const uint32_t table_tiles = shared_address(shared), key_tile = table_tiles + 2 * kTileBytes<D>;
   const uint32_t value_tile = key_tile + kTileBytes<D>;
-  float* ring = reinterpret_cast<float*>(shared + 4 * kTileBytes<D>) + warp() * 16 * kPitch;
+  float* ring = reinterpret_cast<float*>(shared + 4 * kTileBytes<D>) + warp() * 16 * kPitch<kRows>;
 
   Held<D> by_content, by_position;
   const uint16_t* q = p.q + (first_q + first_row) * p.q_row + head * p.q_head;
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   const int largest_distance = p.reach - 1 + start + kRows - 1 - begin;
   const auto copy_table = [&](int block) {
     const uint32_t to = table_tiles + block % 2 * kTileBytes<D>;
-    copy_rows<D, -1>(to, table, p.table_row, largest_distance - block * kRows, 2 * p.reach - 1);
+    copy_rows<D, kThreads, -1>(to, table, p.table_row, largest_distance - block * kRows, 2 * p.reach - 1);
   };
   const int64_t seed = p.dropped ? *p.seed : 0;
   const float scale_log2 = p.scale * 1.44269504f;
@@ -63,25 +65,25 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   if (begin < end) {
     copy_table(0);
     copy_table(1);
-    copy_rows<D>(key_tile, k, p.k_row, begin, keys);
+    copy_rows<D, kThreads>(key_tile, k, p.k_row, begin, keys);
     commit_copies();
   }
   for (int key = begin, step = 0; key < end; key += kRows, ++step) {
     wait_for_copies<0>();
     __syncthreads();
     // All warps have multiplied the last values.
-    copy_rows<D>(value_tile, v, p.v_row, key, keys);
+    copy_rows<D, kThreads>(value_tile, v, p.v_row, key, keys);
     commit_copies();
     float scores[8][4];
     const int row = step % 2 * kRows + 48 - 16 * warp();
-    write_scores<T, D>(ring, by_position, table_tiles, row, step == 0);
-    read_scores(scores, ring, 0);
+    write_scores<T, D, kRows>(ring, by_position, table_tiles, row, step == 0);
+    read_scores<kRows>(scores, ring);
     multiply_rows<T, D, 4>(scores, by_content, key_tile, 0);
     __syncthreads();
     keep_scores(ring);
     if (key + kRows < end) {
       copy_table(step + 2);
-      copy_rows<D>(key_tile, k, p.k_row, key + kRows, keys);
+      copy_rows<D, kThreads>(key_tile, k, p.k_row, key + kRows, keys);
     }
     commit_copies();
 
@@ -151,6 +153,6 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
 
 }  // namespace effasr
 
-EFFASR_LAUNCHER(attention_forward)
+EFFASR_LAUNCHER(attention_forward, kThreads)
 
 extern "C" int effasr_cuda_interface() { return EFFASR_CUDA_INTERFACE; }

@@ -1,4 +1,4 @@
-// The scores of 16 queries of a warp and 64 keys, with a position:
+// The scores of 16 queries of a warp and 64 or 32 keys, with a position:
 //
 //   s_ij = (q_i + u) k_j + (q_i + v) r_(i - j)
 //
@@ -15,9 +15,11 @@
 
 namespace effasr {
 
-// Pitch of the ring in words: reads of pairs meet no other in a bank, as 4 pitches are 0, 24, 16, 8 mod 32.
-constexpr int kPitch = 88;
 constexpr int kKept = 16;  // columns that stay
+// Pitch in words of a ring for so many keys: reads of pairs meet no other in a bank, as 4 pitches are 0, 24, 16
+// and 8 mod 32.
+template <int kKeys>
+constexpr int kPitch = kKeys + kKept + 8;
 
 // Keys that a query sees: those of its chunk, and some to the left and right (`effasr_kernels.Context`).
 struct Range {
@@ -40,8 +42,8 @@ struct Seers {
 
 // Writes scores by position of 16 N distances to the ring, from the x-th on. `table` holds 128 rows in a ring, by
 // falling distance; `row` is that of the largest distance of the warp's queries and these keys, a multiple of 16.
-template <class T, int D, int N, class Left>
-__device__ void write_scores(float* ring, const Left& queries, uint32_t table, int row, int x) {
+template <class T, int D, int N, int kKeys, class Left>
+__device__ void write_scores_from(float* ring, const Left& queries, uint32_t table, int row, int x) {
   float sums[2 * N][4] = {};
   multiply_rows<T, D, N>(sums, queries, table, row + x);
 #pragma unroll
@@ -50,27 +52,27 @@ __device__ void write_scores(float* ring, const Left& queries, uint32_t table, i
     for (int i = 0; i < 4; ++i) {
       // Query r meets distance x, counted from the largest, at key x + r - 15.
       const int r = lane() / 4 + i / 2 * 8, key = x + 8 * n + 2 * (lane() % 4) + i % 2 + r - 15;
-      if (x >= kKept || key >= 0) ring[r * kPitch + key] = sums[n][i];
+      if (x >= kKept || key >= 0) ring[r * kPitch<kKeys> + key] = sums[n][i];
     }
 }
 
-// The scores by position of the next 64 keys; of the first ones all distances are new.
-template <class T, int D, class Left>
+// The scores by position of the next 32 or 64 keys; of the first ones all distances are new.
+template <class T, int D, int kKeys, class Left>
 __device__ void write_scores(float* ring, const Left& queries, uint32_t table, int row, bool is_first) {
-  if (is_first) write_scores<T, D, 1>(ring, queries, table, row, 0);
-  write_scores<T, D, 2>(ring, queries, table, row, kKept);
-  write_scores<T, D, 2>(ring, queries, table, row, kKept + 32);
+  if (is_first) write_scores_from<T, D, 1, kKeys>(ring, queries, table, row, 0);
+#pragma unroll
+  for (int x = kKept; x < kKept + kKeys; x += 32)
+    write_scores_from<T, D, 2, kKeys>(ring, queries, table, row, x);
   __syncwarp();
 }
 
-// Reads 8 N of them from the ring, from key `first` on.
-template <int N>
-__device__ void read_scores(float (&scores)[N][4], const float* ring, int first) {
+template <int kKeys>
+__device__ void read_scores(float (&scores)[kKeys / 8][4], const float* ring) {
 #pragma unroll
-  for (int n = 0; n < N; ++n)
+  for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float* at = ring + (lane() / 4 + 8 * half) * kPitch + first + 8 * n + 2 * (lane() % 4);
+      const float* at = ring + (lane() / 4 + 8 * half) * kPitch<kKeys> + 8 * n + 2 * (lane() % 4);
       const float2 two = *reinterpret_cast<const float2*>(at);
       scores[n][2 * half] = two.x, scores[n][2 * half + 1] = two.y;
     }
@@ -80,7 +82,7 @@ __device__ void read_scores(float (&scores)[N][4], const float* ring, int first)
 __device__ inline void keep_scores(float* ring) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float* at = ring + (lane() / 4 + 8 * half) * kPitch + lane() % 4 * 4;
+    float* at = ring + (lane() / 4 + 8 * half) * kPitch<kRows> + lane() % 4 * 4;
     *reinterpret_cast<float4*>(at) = *reinterpret_cast<float4*>(at + kRows);
   }
 }

@@ -9,8 +9,6 @@
 namespace effasr {
 
 constexpr int kRows = 64;  // of a tile: queries, keys or distances
-constexpr int kWarps = 4;  // of a block, each with 16 rows
-constexpr int kThreads = 32 * kWarps;
 
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
@@ -26,10 +24,11 @@ __device__ int place(int row, int word) {
 
 // Begins to copy 64 rows, all threads of the block together: row i is row first + kStep i of a matrix in
 // global memory that has rows from 0 to end - 1; of others it is zero.
-template <int D, int kStep = 1>
+template <int D, int kThreads, int kStep = 1>
 __device__ void copy_rows(uint32_t tile, const uint16_t* matrix, int64_t stride, int first, int end) {
   constexpr int kWords = D / 8;
-#pragma unroll 2
+  // Unrolled, its addresses would take registers of the loops around it.
+#pragma unroll 1
   for (int i = 0; i < kRows * kWords / kThreads; ++i) {
     const int x = i * kThreads + threadIdx.x, row = x / kWords, word = x % kWords;
     const int source = first + kStep * row;

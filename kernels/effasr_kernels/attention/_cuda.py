@@ -22,8 +22,8 @@ from effasr_kernels.shared.joined import empty_gradients
 from effasr_kernels.shared.partial_sums import summed
 
 _BLOCK, _WIDTHS = 64, (64, 128)
-_RING = 4 * 16 * 88 * 4
-"""Bytes of the rings of scores by distance; `kPitch` in csrc/cuda/scores.cuh."""
+_RINGS = {"forward": 4 * 16 * 88 * 4, "backward": 8 * 16 * 56 * 4}
+"""Bytes of the rings of scores by distance, of all warps; `kPitch` in csrc/cuda/scores.cuh."""
 _PROGRAMS = 528
 """Target number of programs for the gradient of the table: four for each multiprocessor of an H200,
 whatever the GPU has, as sums depend on it."""
@@ -152,9 +152,10 @@ class _Call:
         named, (_, heads, width) = self._tensors | tensors, self._arguments.q.shape
         pointers = {name: x.data_ptr() for name, x in named.items()}
         call = _Structure(**pointers, **self._numbers, scale=self._arguments.scale)
-        shared = blocks * _BLOCK * width * 2 + (_RING if blocks else 0)
-        source = f"attention_{part.partition('_')[0]}"
+        source = part.partition("_")[0]
+        shared = blocks * _BLOCK * width * 2 + (_RINGS[source] if blocks else 0)
         dtype, grid = self._arguments.q.dtype, (programs, heads)
+        source = f"attention_{source}"
         launch(CudaLaunch(source, f"attention_{part}", dtype, width, grid, call, named, shared))
 
 
