@@ -43,6 +43,7 @@ def counts(arguments: Sequence[str] | None = None) -> int:
     """Counts the work of kernels without a GPU: instructions, memory sectors, bank conflicts.
 
         python profiling/bench.py counts [--op attention ...] [--kind relative ...] [--worst 10]
+                                         [--backend cuda]
 
     Each operation runs forward and backward at the published widths on a short batch, in bfloat16,
     in PTX (`emulator`). Printed for each kernel, and for the lines of its source that lose most:
@@ -65,6 +66,7 @@ def counts(arguments: Sequence[str] | None = None) -> int:
     add("--vocabulary", type=int, default=1024, help="V")
     add("--architecture", type=int, choices=(80, 90), default=90)
     add("--worst", type=int, default=3, help="lines for each kernel")
+    add("--backend", choices=("triton", "cuda"), default="triton")
     options = parser.parse_args(arguments)
     widths = Widths(vocabulary=options.vocabulary)
     sizes = options.frames, options.head_width, drawn_durations()
@@ -75,7 +77,7 @@ def counts(arguments: Sequence[str] | None = None) -> int:
         if not ops.selected(case, options):
             continue
         try:
-            count(case, options.architecture)
+            count(case, options.architecture, options.backend)
         except (BackendUnavailable, NotImplementedError) as reason:
             harness.complain(f"bench counts: {case.name}: {reason}")
             continue
@@ -93,11 +95,11 @@ def counts(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def count(case: Case, architecture: int) -> None:
+def count(case: Case, architecture: int, backend: str = "triton") -> None:
     """Run a case forward and backward; kernels have the counts of this case alone."""
     for binary in binaries():
         binary.counts[:] = array("Q", bytes(8 * len(binary.counts)))
-    contender = case.ours("triton")
+    contender = case.ours(backend)
     with emulated(architecture, counted=True):
         if contender.upstream:
             contender.gradients()

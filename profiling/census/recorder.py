@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from census import operators
 from effasr import ranges
+from effasr_kernels.runtime.cuda import CudaLaunch
 from effasr_kernels.runtime.dispatch import Dispatcher
 from effasr_kernels.runtime.launch import Launch, diverted
 from effasr_kernels.runtime.tiles import Programs
@@ -101,18 +102,21 @@ class Recorder(TorchDispatchMode):
         )
         return out
 
-    def _take(self, launch: Launch) -> None:
+    def _take(self, launch: Launch | CudaLaunch) -> None:
         if 0 in launch.grid:
             return
-        tensors = operators.unique(operators.tensors_of(launch.values))
-        name, by_frame = launch.kernel.fn.__name__, []
+        if isinstance(launch, CudaLaunch):
+            name, values, reached = launch.kernel, tuple(launch.tensors.values()), []
+        else:
+            name, values = launch.kernel.fn.__name__, launch.values
+            reached = [*launch.read, *launch.written]
+        tensors, by_frame = operators.unique(operators.tensors_of(values)), []
         if self._operation is None:
             # Kernels that no operation launches itself: the optimizer's, and that which adds the
             # partial sums of a layer, whose number is bounded, and tensors with a row for each
             # frame.
             by_frame = [x for x in tensors if self._frames in x.shape]
             tensors = [x for x in tensors if self._frames not in x.shape]
-        reached = [*launch.read, *launch.written]
         category = "optimizer" if reached else "reduction"
         size = sum(map(operators.size, [*tensors, *reached]))
         # Of an axis of tiles, those with rows; of others all.

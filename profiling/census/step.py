@@ -17,6 +17,7 @@ from effasr.data.sampling.plan import UtteranceLengths
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.model.presets import PRESET_VOCABULARIES, PRESETS
+from effasr.nn.attention import RelativeSelfAttention
 from effasr.training import build
 from effasr.training.calibration.workload import Population, batch_of
 from effasr.training.config import TrainConfig, resolve_losses
@@ -52,6 +53,11 @@ def record(model: str, frame_budget: int, overrides: Sequence[str] = ()) -> Reco
             f"their number, but is {frame_budget}: take {frame_budget + 16}."
         )
     config = replace(config, loss=resolve_losses(config.loss, config.model))
+    if config.kernels.attention != "auto":
+        # Of the encoder; a call that asks whether it serves cannot be made with fake tensors.
+        for module in network.modules():
+            if isinstance(module, RelativeSelfAttention):
+                module.backend = config.kernels.attention
     recorders = []
     with fake_gpu() as device:
         materialize(network, device)

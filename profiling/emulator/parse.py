@@ -75,7 +75,7 @@ class Parser:
         entry = re.search(rf"\.entry\s+({kernel})\s*\(", text)
         if entry is None:
             raise Unknown(f"no kernel {kernel}")
-        program.name = entry[1]
+        program.name = _plain(entry[1])
         opening = text.index("{", entry.start())
         # Nothing but other kernels and debug information follows the kernel's last brace.
         body = text[opening + 1 : text.index("\n}", opening)]
@@ -355,6 +355,17 @@ class Parser:
 
 def _aligned(offset: int, size: int) -> int:
     return -(-offset // size) * size
+
+
+def _plain(name: str) -> str:
+    """The name of a kernel without namespaces, types and values, which C++ writes behind it."""
+    mangled = name.removeprefix("_ZN").removeprefix("_Z")
+    while mangled != name and (length := re.match(r"\d+", mangled)):
+        end = length.end() + int(length[0])
+        name, mangled = mangled[length.end() : end], mangled[end:]
+        if not mangled[:1].isdigit():
+            break
+    return name
 
 
 def _place_of(location: str, files: dict[str, str]) -> str:

@@ -128,7 +128,7 @@ _OF_BACKWARD = {
         "    __syncthreads();\n    x.query += kRows",
         "    x.query += kRows",
     ),
-    "mask_of_keys": ("cuda/gradients.cuh", " && x.key + kRows <= of_first.end", ""),
+    "mask_of_keys": ("cuda/gradients.cuh", " || x.key + kRows > of_first.end", ""),
     "diagonal": (_BACKWARD, "63 + 64 * lower", "62 + 64 * lower"),
 }
 

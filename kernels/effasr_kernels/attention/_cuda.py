@@ -33,6 +33,18 @@ _POINTERS = (
     *("out", "lse", "grad_out", "by_content", "by_position", "delta", "grad_q", "grad_k", "grad_v"),
     *("grad_table", "grad_biases", "grad_distances"),
 )
+_QUERIES, _BIASES = ("by_content", "by_position", "grad_out"), ("content_bias", "position_bias")
+_OFFSETS = "cu_seqlens_q", "cu_seqlens_k", "tiles", "seed"
+_PAIRS = *("k", "v", "table", *_QUERIES, "lse", "delta"), *_OFFSETS
+_OF_KERNEL = {
+    "forward": (*_MATRICES, *_BIASES, *_OFFSETS, "out", "lse"),
+    "backward_rows": ("q", *_BIASES, "out", *_QUERIES, "delta"),
+    "backward_keys": (*_PAIRS, "grad_k", "grad_v", "grad_biases"),
+    "backward_queries": (*_PAIRS, "grad_q", "grad_biases"),
+    "backward_distances": (*_PAIRS, "grad_distances"),
+    "backward_table": ("grad_distances", "grad_table"),
+}
+"""What each kernel reads and writes; other pointers are null."""
 _ROWS = *_MATRICES, "grad_q", "grad_k"
 """What has a stride of rows; of `_MATRICES`, heads have one, too."""
 _INTEGERS = (
@@ -150,6 +162,7 @@ class _Call:
         **tensors: Tensor,
     ) -> None:
         named, (_, heads, width) = self._tensors | tensors, self._arguments.q.shape
+        named = {name: named[name] for name in _OF_KERNEL[part] if name in named}
         pointers = {name: x.data_ptr() for name, x in named.items()}
         call = _Structure(**pointers, **self._numbers, scale=self._arguments.scale)
         source = part.partition("_")[0]
