@@ -161,8 +161,8 @@ class Initial:
         request, practice = self.request, self.request.practice
         steps = f"{request.steps:,} steps of {request.step_seconds:.0f} s"
         if request.start is not None:
-            part = "the encoder of " if request.start.new_head else ""
-            return f"fine-tunes {part}{request.start.path} in {steps}"
+            does = "trains a head on" if request.start.new_head else "fine-tunes"
+            return f"{does} {request.start.path} in {steps}"
         return (
             f"width {practice.width}, {practice.encoder_layers} + {practice.decoder_layers} "
             f"layers, {self.framing.subsampling}x, {request.vocabulary}, {steps}"

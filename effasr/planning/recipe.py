@@ -205,6 +205,8 @@ def recipe_text(request: RecipeRequest, time: str | None = None) -> str:
     if request.start is not None:
         validations = 10
         patience = _fill("patience", count=_PATIENCE) if request.dev else ""
+        if request.start.new_head:
+            patience += _fill("head_alone", name=request.name)
     training = _fill(
         "training",
         steps=steps,
@@ -247,7 +249,6 @@ def _model(request: RecipeRequest) -> str:
             return _fill(
                 "new_head",
                 init_from=dump_scalar(start.path),
-                practice=practice,
                 data=data,
                 tokenizer=dump_scalar(request.tokenizer),
                 vocabulary=request.vocabulary,

@@ -166,15 +166,6 @@ def test_a_packed_batch_gives_the_same_logits_loss_and_gradients(theirs, ours, k
             assert error < 1e-4 * max(float(parameter.grad.abs().max()), 1e-2 * largest), name
 
 
-def test_an_utterance_reads_no_other_and_no_tail(ours):
-    examples = spoken()
-    whole = ours.encode(batch_of(ours, examples))
-    for number, example in enumerate(examples):
-        alone = ours.encode(batch_of(ours, [example], static=False)).values
-        begin, end = whole.layout.cu_seqlens_host[number : number + 2]
-        torch.testing.assert_close(whole.values[begin:end], alone, rtol=1e-4, atol=1e-4)
-
-
 def test_spec_augment_hides_frames_and_channels(ours):
     batch = batch_of(ours, spoken())
     plain = ours.encode(batch).values
