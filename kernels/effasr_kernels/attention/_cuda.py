@@ -103,7 +103,7 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
     bound = max(a.layout_q.max_seqlen_bound, a.layout_k.max_seqlen_bound)
     # The tiles of keys before and behind one of queries that have distances of the table.
     diagonals = 2 * ceil_div(min(bound, table.shape[0] // 2 + 1), _BLOCK) + 1
-    splits = max(1, min(_PROGRAMS // (diagonals * heads), tiles_q))
+    splits = max(1, min(_PROGRAMS // (diagonals * heads), rows // _BLOCK))
     wide = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
     biases = wide(tiles_q + tiles_k, 2, heads, width)
     tensors = {
