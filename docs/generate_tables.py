@@ -101,24 +101,6 @@ def training_rows() -> list[Row]:
     return [row for row in read("training", *keys) if row["device"].startswith("cpu")]
 
 
-def training_summary() -> str:
-    """Throughput of the small model by frame budget, for the README."""
-    speeds = {
-        (row["frame_budget"], row["system"]): float(row["audio_s_per_s"])
-        for row in training_rows()
-        if (row["model"], row["precision"], row["threads"], row["mode"])
-        == ("small", "float32", "1", "eager")
-    }
-    titles = ["frame budget", "effasr (packed)", "2D buckets, padded", "random batches, padded"]
-    systems = ("packed_static", "sync_bucketed_2d", "random", "transformers")
-    lines = []
-    for budget in sorted({budget for budget, _ in speeds}, key=int):
-        seconds = int(budget) * 0.08
-        cells = [f"{speeds[budget, system]:.0f}" for system in systems]
-        lines.append([f"{int(budget):,} ({seconds:.0f} s)", *cells])
-    return markdown([*titles, "transformers, random batches"], lines)
-
-
 def training() -> str:
     """Throughput, step time and padding of every system."""
     titles = ["model", "frame budget", "system", "audio s / s", "step, s", "audio s / step"]
@@ -483,17 +465,37 @@ def other_language() -> str:
 
 def whisper_finetuning() -> str:
     """Errors of Whisper, untouched and fine-tuned."""
-    groups = grouped(read("whisper_finetuning"), "size", "configuration", "minutes", "seed")
+    return _whisper_finetuning(lambda row: True)
+
+
+def finetuning_summary() -> str:
+    """Errors of Whisper base before and after LoRA, for the README."""
+    return _whisper_finetuning(
+        lambda row: row["configuration"] == "untouched" or "480 steps" in row["configuration"]
+    )
+
+
+def _whisper_finetuning(is_shown: Callable[[Row], bool]) -> str:
+    columns = {
+        "WER %": ("new", "own", "1"),
+        "WER %, beam 5": ("new", "own", "5"),
+        "WER %, windows of 30 s": ("new", "silence", "1"),
+        "English WER %": ("en", "own", "1"),
+        "English, windows of 30 s": ("en", "silence", "1"),
+    }
+    table = [row for row in read("whisper_finetuning") if is_shown(row)]
     lines = []
-    for (size, configuration, minutes, _), rows in groups.items():
-        errors = {(row["evaluated"], row["windows"]): row["wer"] for row in rows}
+    for key, rows in grouped(table, "size", "configuration", "minutes", "seed").items():
+        size, configuration, minutes, _ = key
         language = rows[0]["evaluated"]
-        shown = [f"{float(errors[language, windows]):.1f}" for windows in ("own", "silence")]
-        kept = "" if language == "en" else f"{float(errors['en', 'own']):.1f}"
-        core_s = f"{float(rows[0]['cpu_s']):.0f}" if rows[0]["cpu_s"] else "0"
-        lines.append([f"{size}, {language}", configuration, minutes, core_s, *shown, kept])
-    titles = ["model, language", "training", "minutes", "core s", "WER %", "WER %, windows of 30 s"]
-    return markdown([*titles, "English WER %"], lines, texts=2)
+        errors = {}
+        for row in rows:
+            evaluated = "new" if row["evaluated"] == language else row["evaluated"]
+            errors[evaluated, row["windows"], row["beam"]] = f"{float(row['wer']):.1f}"
+        core_s = f"{float(rows[0]['cpu_s'] or 0):.0f}"
+        shown = [errors.get(cell, "") for cell in columns.values()]
+        lines.append([f"{size}, {language}", configuration, minutes, core_s, *shown])
+    return markdown(["model, language", "training", "minutes", "core s", *columns], lines, texts=2)
 
 
 def whisper_windows() -> str:
@@ -548,10 +550,10 @@ def experts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        *(training_summary, training, padding, ladder, whisper, decoder_depth, inference),
+        *(training, padding, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
-        *(whisper_windows, whisper_speed, experts, small_corpora),
+        *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),
     )
 }
 

@@ -1,6 +1,8 @@
 """Whisper models go to CTranslate2, as faster-whisper reads them, and come back."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,10 +11,11 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 
-from effasr.checkpoint import load_model
+from effasr.checkpoint import load_model, resolve
 from effasr.data.prompt import Prompt
 from effasr.interop.huggingface import ctranslate2 as module
 from effasr.interop.huggingface.checkpoint import import_model
+from tests.cli.conftest import write_rows
 from tests.interop.whisper import EOS, make_whisper, transformers
 
 package = pytest.importorskip("ctranslate2")
@@ -53,27 +56,52 @@ def test_there_and_back(effasr, imported, checkpoint, tmp_path, quantization):
     assert load_model(tmp_path / "back").model.config == load_model(imported).model.config
 
 
-def test_the_package_gives_the_same_tokens(effasr, imported, tmp_path):
-    assert export(effasr, imported, tmp_path / "out", "float32").code == 0
-    loaded = load_model(imported)
-    features = loaded.model.config.features
+def test_a_tuned_model_gives_the_same_text_in_all_formats(effasr, imported, tmp_path):
     wave = 0.1 * np.random.default_rng(1).standard_normal(16_000).astype(np.float32)
-    extractor = transformers.WhisperFeatureExtractor(
-        feature_size=features.mel_bins, chunk_length=int(features.minimum_s)
-    )
+    audio = tmp_path / "a.wav"
+    soundfile.write(audio, wave, 16_000, subtype="FLOAT")
+    line = {"audio_filepath": str(audio), "duration": 1.0, "text": "low high"}
+    write_rows(tmp_path / "manifest.jsonl", [line])
+    tuned = effasr(
+        "train", "finetune_whisper", f"init_from={imported}", f"output={tmp_path}", "name=tuned",
+        f"data.train={tmp_path / 'manifest.jsonl'}", "data.validation=[]", "data.workers=0",
+        "data.frame_budget=210", "training.device=cpu", "schedule.warmup_steps=0",
+        "training.max_steps=2", "optimizer.lr=1e-3",
+    )  # fmt: skip
+    assert tuned.code == 0, tuned
+    run, loaded = tmp_path / "tuned", load_model(resolve(tmp_path / "tuned"))
+    ours = effasr("transcribe", run, audio, "--json", "--no-fallback")
+    texts = {"effasr": json.loads(ours.out)["text"]}
+    for kind in ("huggingface", "ctranslate2", "onnx"):
+        assert effasr("export", run, tmp_path / kind, "--format", kind).code == 0
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(tmp_path / "huggingface")
     mel = extractor(wave, sampling_rate=16_000, return_tensors="np").input_features
-    model = package.models.Whisper(str(tmp_path / "out"), device="cpu", compute_type="float32")
     prompt = loaded.tokenizer.prompt(Prompt())
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "huggingface")
+    ids = theirs.eval().generate(
+        torch.from_numpy(mel), decoder_input_ids=torch.tensor([prompt]), max_length=40
+    )[0]
+    texts["huggingface"] = loaded.tokenizer.decode(ids.tolist())
+    model = package.models.Whisper(str(tmp_path / "ctranslate2"), compute_type="float32")
     (result,) = model.generate(
         package.StorageView.from_array(mel), [prompt], beam_size=1, max_length=40
     )
-    soundfile.write(tmp_path / "a.wav", wave, 16_000, subtype="FLOAT")
-    command = ("transcribe", "--run", imported, tmp_path / "a.wav", "--json", "--no-fallback")
-    ours = effasr(*command)
     ids = [token for token in result.sequences_ids[0] if token != EOS]
-    # The package takes half of the positions at most.
-    assert json.loads(ours.out)["text"].startswith(loaded.tokenizer.decode(ids))
     assert len(ids) > 10
+    texts["ctranslate2"] = loaded.tokenizer.decode(ids)
+    command = [sys.executable, tmp_path / "onnx" / "infer.py", audio]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    texts["onnx"] = printed.partition("\t")[2]
+    # CTranslate2 takes half of the positions at most.
+    shortest = min(texts.values(), key=len).strip()
+    assert {kind: text.strip()[: len(shortest)] for kind, text in texts.items()} == dict.fromkeys(
+        texts, shortest
+    )
+    assert (
+        loaded.model.state_dict()["decoder.embed_tokens.weight"]
+        .ne(load_model(imported).model.state_dict()["decoder.embed_tokens.weight"])
+        .any()
+    )
 
 
 def test_quantized_and_damaged_models_are_named(effasr, imported, tmp_path):
