@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for text, transcript in zip(texts, transcripts, strict=True)
     )
     seconds = sum(map(len, audio)) / RATE
-    figures = {"files": len(audio), "audio_s": round(seconds, 1), "wer": errors.wer}
+    figures = {"recordings": len(audio), "audio_s": round(seconds, 1), "wer": errors.wer}
     speed = {"cpu_s": round(cpu, 2), "wall_s": round(wall, 2), "audio_s_per_cpu_s": seconds / cpu}
     content = json.dumps({**figures, **speed, "transcripts": transcripts}, indent=1)
     options.output.write_text(content, encoding="utf-8")

@@ -55,7 +55,7 @@ def test_the_timing_of_transcribers(settings, corpus, tmp_path, joined, count):
     line = ["effasr", tmp_path / "imported", corpus / "manifest.jsonl", "--output", figures]
     script["main"]([*map(str, line), f"--window={SECONDS}", f"--joined={joined}"])
     content = json.loads(figures.read_text())
-    assert content["files"] == len(content["transcripts"]) == count
+    assert content["recordings"] == len(content["transcripts"]) == count
     # A pause of 0.3 to 2 s lies between each two.
     least = 7.9 if joined == 0 else 9.4
     assert least <= content["audio_s"] < least + 10 * (joined > 0) + 0.1
