@@ -21,7 +21,7 @@ from effasr_kernels import (
 )
 from effasr_kernels.runtime.launch import Launch, recording
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.testing.conformance import Variation, evaluate
+from tests.support.conformance import Variation, evaluate
 from tests.support.operation_cases import FACTORIES
 
 Record = Callable[..., list[Launch]]

@@ -14,6 +14,7 @@ from effasr_kernels import Context
 from effasr_kernels.runtime.launch import Launch
 from effasr_kernels.testing import aot
 from tests.compiled.launches import RECORD, of_kernels
+from tests.support.kernel_resources import Product, Resources, products_of
 
 REACH = 200
 FORWARD, KEYS, QUERIES = "attention_forward", "attention_backward_kv", "attention_backward_q"
@@ -36,7 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 _REGISTERS_OF_A_MULTIPROCESSOR = 65_536
 
-CompiledOk = Callable[..., dict[str, aot.Resources]]
+CompiledOk = Callable[..., dict[str, Resources]]
 
 
 def products(features: str) -> set[str]:
@@ -256,7 +257,7 @@ def test_no_warp_repeats_a_product_of_another(
     repeated = set()
     launches = of_kernels(launches_of(features, width=width), *kernels)
     for name, needs in compiled_ok(launches, 90, products=kernels).items():
-        made = aot.products(needs.ttgir)
+        made = products_of(needs.ttgir)
         assert len(made) >= 2, name
         if any(x.is_repeated for x in made):
             repeated.add(name)
@@ -272,7 +273,7 @@ def test_a_repeated_product_is_recognized() -> None:
     %2 = tt.dot %a, %b, %c : tensor<128x16xf16> -> tensor<128x32xf32, #mma> loc(#2)
     %3 = tt.dot %a, %b, %c : tensor<128x16xf16> -> tensor<128x32xf32, #blocked> loc(#2)
 """
-    first, second = aot.products(ttgir)
-    assert first == aot.Product(64, 32, 8, 1)
+    first, second = products_of(ttgir)
+    assert first == Product(64, 32, 8, 1)
     assert first.is_repeated
     assert not second.is_repeated

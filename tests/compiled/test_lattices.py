@@ -13,6 +13,7 @@ from effasr_kernels.runtime.launch import Launch
 from effasr_kernels.testing import aot
 from effasr_kernels.transducer_loss import set_workspace
 from tests.compiled.launches import RECORD, names, of_kernels
+from tests.support.kernel_resources import Resources
 
 DURATIONS = (0, 1, 2, 3, 4)
 SHARED = {"_partial_normalizers", "_finish_statistics"}
@@ -35,7 +36,7 @@ PRODUCTS = {
     "transducer": {"differentiate"},
     "durations": {"differentiate", "score"},
 }
-CompiledOk = Callable[..., dict[str, aot.Resources]]
+CompiledOk = Callable[..., dict[str, Resources]]
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,9 @@ from effasr_kernels.subsampling_stem import StemArguments
 from effasr_kernels.subsampling_stem import _triton as subsampling_stem
 from effasr_kernels.testing import aot
 from tests.compiled.launches import RECORD, names
+from tests.support.kernel_resources import SHARED_LIMIT, Resources
 
-CompiledOk = Callable[..., dict[str, aot.Resources]]
+CompiledOk = Callable[..., dict[str, Resources]]
 Options = dict[str, Any]
 HALF = {"dtype": torch.float16}
 WIDE = {"dtype": torch.float32}
@@ -30,7 +31,7 @@ class Text:
     """How often a pattern stands in what kernels compile to."""
 
     kernels: str | tuple[str, ...]
-    source: str  # of `aot.Resources`
+    source: str  # of `Resources`
     pattern: str
     least: int = 1
     most: float = float("inf")
@@ -446,7 +447,7 @@ def test_usual_sizes(
             assert compiled[kernel].registers <= most
     for kernel in constraints.products & {"multiply", "_partial_normalizers", "rank_parts"}:
         if architecture >= 90:
-            assert 2 * compiled[kernel].shared <= aot.SHARED_LIMIT[architecture]
+            assert 2 * compiled[kernel].shared <= SHARED_LIMIT[architecture]
 
 
 @pytest.mark.parametrize(

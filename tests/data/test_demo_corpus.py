@@ -70,8 +70,7 @@ def test_statistics_and_sample(english: DemoCorpus) -> None:
     durations = [row["duration"] for row in read_lines(english.train)]
     assert train.hours == pytest.approx(sum(durations) / 3600, abs=1e-3)
     assert train.longest_s == pytest.approx(max(durations), abs=0.01)
-    texts = {english.root / row["audio_filepath"]: row["text"] for row in read_lines(english.test)}
-    assert texts[english.sample] == english.sample_text
+    assert english.sample in {english.root / x["audio_filepath"] for x in read_lines(english.test)}
 
 
 def test_equal_arguments_give_equal_bytes_whatever_the_jobs(english, tmp_path) -> None:

@@ -51,33 +51,3 @@ def test_every_voice_exists_and_the_held_out_ones_are_others(language: str, text
         if item.partition("+")[0] == other.partition("+")[0]:
             least = 0.3 if split_of[item] == split_of[other] else 0.6
             assert np.abs(spectra[item] - spectra[other]).mean() > least, (item, other)
-
-
-WORDS = """
-import json, sys
-import numpy as np
-from effasr.data.demo.acoustics import Espeak
-espeak = Espeak()
-answer = []
-for voice in ("en-us+m1", "en-gb-scotland+linda", "de+grandma"):
-    espeak.select(voice)
-    for rate in (135, 195):
-        audio = espeak.speak(sys.argv[1], rate=rate, pitch=50)
-        words = [(word.text, word.start, word.end) for word in espeak.words(sys.argv[1])]
-        loud = np.flatnonzero(np.abs(audio) > 3e-3) / espeak.sample_rate
-        answer.append((len(audio) / espeak.sample_rate, words, loud.tolist()))
-json.dump(answer, sys.stdout)
-"""
-
-
-def test_words_are_where_the_sound_is() -> None:
-    for duration, words, loud in json.loads(run(WORDS, "seven one, nine well-known, six")):
-        assert [text for text, _, _ in words] == ["seven", "one,", "nine", "well-known,", "six"]
-        times = [time for _, *both in words for time in both]
-        assert times == sorted(times)
-        assert times[-1] <= duration
-        for (_, _, end), (_, start, _) in ((words[1], words[2]), (words[3], words[4])):
-            # A comma is a pause, in which there is no sound, and the sound ends where it begins.
-            assert start - end > 0.08
-            assert not [time for time in loud if end + 0.005 < time < start - 0.005]
-            assert min(abs(time - end) for time in loud) < 0.03

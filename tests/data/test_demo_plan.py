@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter, defaultdict
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
@@ -12,9 +12,15 @@ from effasr.data.demo.sentences import BILINGUAL, ENGLISH
 
 
 def test_every_german_clause_has_one_translation_and_the_reverse():
-    clauses = list(BILINGUAL.all_clauses())
-    german, english = ({clause[language] for clause in clauses} for language in ("de", "en"))
-    assert len(clauses) == len(german) == len(english) == 124
+    clauses = {"de": [], "en": []}
+    for template in BILINGUAL.templates:
+        names = re.findall(r"{(\w+)}", template["en"])
+        for values in product(*(BILINGUAL.slots[name] for name in names)):
+            for lang, texts in clauses.items():
+                filled = {name: value[lang] for name, value in zip(names, values, strict=True)}
+                texts.append(template[lang].format(**filled))
+    german, english = set(clauses["de"]), set(clauses["en"])
+    assert len(clauses["en"]) == len(german) == len(english) == 124
     # Clauses are joined by these words, which are in none.
     assert not any("and" in text.split() for text in english)
     assert not any("und" in text.split() for text in german)

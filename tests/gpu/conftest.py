@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from effasr_kernels.shared import projection
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 from effasr_kernels.transducer_loss import set_workspace
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = int(os.environ.get("EFFASR_EMULATE", "0"))

@@ -13,8 +13,8 @@ import effasr_kernels
 from effasr_kernels import BackendUnavailable, Context, RelativeBias, attention
 from effasr_kernels.packed import PackedLayout, pack
 from effasr_kernels.runtime import cuda
-from effasr_kernels.testing.conformance import Case, CaseFor, check_kernel, check_values
 from tests.gpu.conftest import EMULATED, INTERPRETED
+from tests.support.conformance import Case, CaseFor, check_kernel, check_values
 from tests.support.operation_cases import attention as cases
 from tests.support.philox import PhiloxDropout
 

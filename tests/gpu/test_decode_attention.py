@@ -10,8 +10,8 @@ from torch import Tensor
 
 from effasr_kernels import decode_attention
 from effasr_kernels.decode_attention import _triton
-from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.ops.pages import Paged, draw
+from tests.support.tolerance import assert_no_worse
 
 # None, one, a page and one more, a tile of 32 keys and one more, all pages full.
 AWKWARD = (0, 1, 8, 9, 33, 40)

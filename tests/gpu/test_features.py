@@ -9,13 +9,13 @@ import torch
 
 from effasr_kernels import PackedLayout, audio_windows, mask_features, normalize_features
 from effasr_kernels.normalize_features import _triton
-from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.support.feature_calls import (
     mask_arguments,
     normalize_arguments,
     to,
     window_arguments,
 )
+from tests.support.tolerance import assert_no_worse
 
 
 def _real_rows(lengths: tuple[int, ...], slot: int, missing: int = 1) -> list[int]:

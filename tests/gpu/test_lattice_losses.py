@@ -11,12 +11,12 @@ from effasr_kernels import BackendUnavailable, ctc_loss
 from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.ctc_loss import _triton as ctc
 from effasr_kernels.shared import projection
-from effasr_kernels.testing.conformance import Variation, evaluate
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.triton import backend as transducer
 from effasr_kernels.transducer_loss.triton import duration_lattice
 from effasr_kernels.transducer_loss.triton import lattice as transducer_lattice
 from tests.gpu.live_memory import Live
+from tests.support.conformance import Variation, evaluate
 from tests.support.loss_calls import (
     check_infinite_loss,
     ctc_arguments,

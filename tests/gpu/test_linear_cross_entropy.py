@@ -7,8 +7,8 @@ from torch import Tensor
 
 from effasr_kernels import linear_cross_entropy
 from effasr_kernels.shared import projection
-from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.support.operation_cases import ignored_targets
+from tests.support.tolerance import assert_no_worse
 
 WIDTH, CLASSES = 24, 43
 

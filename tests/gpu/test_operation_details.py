@@ -11,7 +11,7 @@ import effasr_kernels
 from effasr_kernels import BackendUnavailable, PackedLayout
 from effasr_kernels.batch_norm import OPERATION, BatchNormArguments
 from effasr_kernels.grouped_linear import _triton as grouped_linear
-from effasr_kernels.testing.conformance import Variation, evaluate
+from tests.support.conformance import Variation, evaluate
 from tests.support.operation_cases import FACTORIES
 
 

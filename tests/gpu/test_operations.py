@@ -15,11 +15,11 @@ import torch
 
 from effasr_kernels import OPERATIONS, Context
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.testing.conformance import check_kernel, check_values
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 from tests.gpu.conftest import DTYPES, EMULATED, SMALL_TILES
+from tests.support.conformance import check_kernel, check_values
 from tests.support.operation_cases import FACTORIES
 from tests.support.philox import PhiloxDropout
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 _RAGGED = ("empty_among_others", "all_empty", "long_among_short")
 _NAMES = {lengths: name for name, lengths in AWKWARD_LENGTHS.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effasr_kernels import projected_top_k
 from effasr_kernels.projected_top_k import _triton
-from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.tolerance import assert_no_worse
 
 
 def _check(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from effasr_kernels.shared import projection
 from effasr_kernels.shared.projection import row_statistics
-from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.tolerance import assert_no_worse
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

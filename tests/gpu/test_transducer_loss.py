@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from effasr_kernels import transducer_loss
-from effasr_kernels.testing.conformance import check_kernel
 from effasr_kernels.transducer_loss import TransducerArguments, set_workspace
 from effasr_kernels.transducer_loss.lattice import occupancies
 from effasr_kernels.transducer_loss.triton import backend, duration_lattice, lattice
 from effasr_kernels.transducer_loss.triton.plan import Cost, Lattices
 from effasr_kernels.transducer_loss.triton.work import Work
 from tests.support import operation_cases
+from tests.support.conformance import check_kernel
 from tests.support.loss_calls import LEAVES, assert_agrees, gradients, transducer_arguments
 
 UPSTREAM, TDT = torch.tensor([1.0, -2.0, 0.5]), (0, 1, 2)

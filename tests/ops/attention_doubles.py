@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from effasr_kernels import PackedLayout, attention
 from effasr_kernels.runtime.torch_op import recording
-from effasr_kernels.testing.tolerance import poison
+from tests.support.tolerance import poison
 
 
 class Library:

@@ -7,7 +7,7 @@ import torch
 import effasr_kernels
 from effasr_kernels.runtime import native
 from effasr_kernels.shared.cpu import decoder
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 INSTRUCTIONS = {"base": 1, "avx2": 2, "avx512": 3}
 

@@ -15,8 +15,8 @@ from effasr_kernels import (
     pack,
 )
 from effasr_kernels.shared.dropout import Dropout
-from effasr_kernels.testing.conformance import Shared
 from tests.support import operation_cases
+from tests.support.conformance import Shared
 from tests.support.operation_cases import draw, position_for
 
 HEADS, WIDTH = 2, 4

@@ -32,11 +32,11 @@ from effasr_kernels import (
 from effasr_kernels.attention import OPERATION as op
 from effasr_kernels.attention import order
 from effasr_kernels.attention.backends import packages, varlen
-from effasr_kernels.testing.conformance import check_kernel
-from effasr_kernels.testing.tolerance import poison
 from tests.ops.attention_doubles import Library, flash_attn, torchs
 from tests.support.attention_arguments import attention_arguments
+from tests.support.conformance import check_kernel
 from tests.support.operation_cases import FACTORIES
+from tests.support.tolerance import poison
 
 HEADS, WIDTH = 2, 8
 PACKAGES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from effasr_kernels import BackendUnavailable, PackedLayout, attention
-from effasr_kernels.testing.conformance import (
+from tests.support.conformance import (
     Variation,
     check_kernel,
     check_order,
@@ -14,8 +14,8 @@ from effasr_kernels.testing.conformance import (
     check_static_shape,
     check_strides,
 )
-from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.support.operation_cases import FACTORIES
+from tests.support.tolerance import assert_no_worse
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 from effasr_kernels import PackedLayout, depthwise_conv
 from effasr_kernels.shared.ragged import join_rows, split_rows
-from effasr_kernels.testing.conformance import (
+from tests.support.conformance import (
     CHECKS,
     Case,
     Packed,
@@ -24,7 +24,7 @@ from effasr_kernels.testing.conformance import (
     check_static_shape,
     check_strides,
 )
-from effasr_kernels.testing.tolerance import assert_no_worse, poison
+from tests.support.tolerance import assert_no_worse, poison
 
 
 def _case(run: Callable[[Packed, Shared], Tensor]) -> Case:

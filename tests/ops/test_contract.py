@@ -8,9 +8,9 @@ import torch
 
 from effasr_kernels import OPERATIONS
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.testing.conformance import CHECKS, Case, Variation, check_compiler, evaluate
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
+from tests.support.conformance import CHECKS, Case, Variation, check_compiler, evaluate
 from tests.support.operation_cases import FACTORIES, OPTIONS
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 CASES = [
     pytest.param(name, options, id=f"{name}-{', '.join(f'{k}={v}' for k, v in options.items())}")

@@ -23,7 +23,9 @@ from effasr_kernels.guided_attention import OPERATION as GUIDED
 from effasr_kernels.guided_attention import reference as guided_reference
 from effasr_kernels.shared.cpu import attention as cpu_attention
 from effasr_kernels.shared.cpu.attention import Call
-from effasr_kernels.testing.conformance import (
+from tests.support import operation_cases
+from tests.support.attention_arguments import attention_arguments
+from tests.support.conformance import (
     CaseFor,
     Outcome,
     Variation,
@@ -31,10 +33,8 @@ from effasr_kernels.testing.conformance import (
     check_values,
     evaluate,
 )
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
-from tests.support import operation_cases
-from tests.support.attention_arguments import attention_arguments
 from tests.support.philox import PhiloxDropout
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 HEADS, WIDTH = 2, 24

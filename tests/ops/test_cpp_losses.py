@@ -13,11 +13,10 @@ from effasr_kernels import BackendUnavailable, PackedLayout, transducer_loss
 from effasr_kernels.ctc_loss import OPERATION as CTC
 from effasr_kernels.ctc_loss import CtcArguments
 from effasr_kernels.ctc_loss import _cpp as ctc_cpp
-from effasr_kernels.testing.conformance import check_kernel
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
 from effasr_kernels.transducer_loss import OPERATION as TRANSDUCER
 from effasr_kernels.transducer_loss import TransducerArguments, _cpp, set_workspace
 from tests.gpu.live_memory import Live
+from tests.support.conformance import check_kernel
 from tests.support.loss_calls import (
     Arguments,
     assert_agrees,
@@ -29,6 +28,7 @@ from tests.support.loss_calls import (
     wide,
 )
 from tests.support.operation_cases import FACTORIES
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 NARROW = torch.bfloat16, torch.float16

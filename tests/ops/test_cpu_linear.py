@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from effasr_kernels.shared.cpu import linear as cpu_linear
 from effasr_kernels.shared.cpu.linear import linear, onednn_product, onednn_weight
-from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.skipif(
     not cpu_linear.has_onednn(), reason="this torch has no oneDNN for an x86-64 processor"

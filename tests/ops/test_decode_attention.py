@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr_kernels import append_to_pages, decode_attention
-from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.ops.pages import Paged, brute_force, draw
+from tests.support.tolerance import assert_no_worse
 
 # None, one, a page and one more or less, and all pages full where columns is 3.
 AWKWARD = (0, 1, 3, 4, 5, 12)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from effasr_kernels.testing.conformance import Variation, evaluate
+from tests.support.conformance import Variation, evaluate
 from tests.support.operation_cases import FACTORIES
 
 CASES: dict[str, list[dict[str, Any]]] = {

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from effasr_kernels import pack
 from effasr_kernels.shared.dropout import kept_elements
-from effasr_kernels.testing.conformance import Case, Variation, evaluate
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
+from tests.support.conformance import Case, Variation, evaluate
 from tests.support.operation_cases import FACTORIES, OPTIONS
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 DROPOUT = {"dropout": 0.25, "seed": 11, "offset": 2}
 ODD = AWKWARD_LENGTHS["odd"]

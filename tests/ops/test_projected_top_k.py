@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from effasr_kernels import projected_top_k
-from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.tolerance import assert_no_worse
 
 
 def brute_force(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

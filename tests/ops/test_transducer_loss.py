@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from effasr_kernels import pack
-from effasr_kernels.testing.conformance import Case
 from effasr_kernels.transducer_loss import lattice
 from tests.support import operation_cases
+from tests.support.conformance import Case
 from tests.support.loss_calls import check_infinite_loss, gradients, transducer_arguments
 
 CLASSES = 5

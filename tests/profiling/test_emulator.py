@@ -18,7 +18,7 @@ from emulator.parse import Unknown, encode
 from torch import Tensor
 
 from effasr_kernels.runtime.launch import Launch, launch, recording
-from effasr_kernels.testing import aot
+from tests.support.kernel_resources import resources_of
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs what is compiled"),
@@ -91,7 +91,7 @@ def test_products_are_right(
 
 def _edited(call: Launch, architecture: int, edit: Callable[[str], str]) -> None:
     """Run a launch whose PTX was changed."""
-    resources = aot.compile_launch(call, architecture)
+    resources = resources_of(call, architecture)
     binary = machine.load(edit(resources.ptx))
     parameters, tensors = arguments_of(call, binary)
     machine.run(binary, call.grid, parameters, tensors, shared_bytes=resources.shared)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from effasr_kernels import PackedLayout, ctc_loss, transducer_loss
-from effasr_kernels.testing.tolerance import assert_no_worse
 from tests.support.operation_cases import labels_for
+from tests.support.tolerance import assert_no_worse
 
 Arguments = dict[str, Any]
 Loss = Callable[..., Tensor]

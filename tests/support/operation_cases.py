@@ -17,7 +17,7 @@ from torch import Tensor
 import effasr_kernels
 from effasr_kernels import Context, PackedLayout, PackedSequence, RelativeBias, Rotary
 from effasr_kernels.shared.ragged import wide_dtype
-from effasr_kernels.testing.conformance import Case, CaseFor, Packed, Shared
+from tests.support.conformance import Case, CaseFor, Packed, Shared
 
 Lengths = Sequence[int]
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from effasr_kernels.testing.tolerance import AWKWARD_LENGTHS
+from tests.support.tolerance import AWKWARD_LENGTHS
 
 _RAGGED = ("empty_among_others", "all_empty", "long_among_short")
 _TESTS = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from effasr.model.asr import ASRModel
 from effasr.nn.feed_forward import FeedForward
 from effasr.transcription.cpu_weights import OneDNNWeights, rounds_to_bfloat16
 from effasr.transcription.recognizer import Recognizer, Request
-from effasr_kernels.testing.tolerance import assert_no_worse
+from tests.support.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"

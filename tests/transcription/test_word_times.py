@@ -32,8 +32,8 @@ SPEAK = """
 import json, random, sys
 import numpy as np
 from effasr.data.demo.acoustics import record
-from effasr.data.demo.acoustics import Espeak
-espeak, draw, audio, words = Espeak(), random.Random(0), {}, []
+from tests.support.timed_espeak import TimedEspeak
+espeak, draw, audio, words = TimedEspeak(), random.Random(0), {}, []
 espeak.select("en-us+m1")
 for number in range(int(sys.argv[2])):
     said = [draw.choice(("one", "two", "three", "four", "six", "eight")) for _ in range(4)]

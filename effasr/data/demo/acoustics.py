@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import itertools
 import os
-import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,45 +57,16 @@ def coloured_noise(samples: int, slope: float, seed: int) -> np.ndarray:
 # The library is global to its process and keeps state between sentences (echo, flutter, noise), so
 # equal bytes need a fresh process that says the same sentences in the same order.
 
-SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth returns when all audio was delivered
-_PHONEME_EVENTS = 1  # espeakINITIALIZE_PHONEME_EVENTS: changes no sample
-_DO_NOT_EXIT = 0x8000  # espeakINITIALIZE_DONT_EXIT: report bad data by result code
+_SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth returns when all audio was delivered
 _CHARS_UTF8 = 1
 _POSITION_CHARACTER = 1
 _RATE, _VOLUME, _PITCH = 1, 2, 3
 # Half the default: some voices clip inside the library at 100.
 _QUIET = 50
 
-_LIST_END, _WORD, _PHONEME = 0, 1, 7  # espeak_EVENT_TYPE
-
-
-class _Event(ctypes.Structure):
-    """``espeak_EVENT``, as in speak_lib.h."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("unique_identifier", ctypes.c_uint),
-        ("text_position", ctypes.c_int),
-        ("length", ctypes.c_int),
-        ("audio_position", ctypes.c_int),
-        ("sample", ctypes.c_int),
-        ("user_data", ctypes.c_void_p),
-        ("phoneme", ctypes.c_char * 8),
-    )
-
-
 _Callback = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_Event)
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SpokenWords:
-    """A word with its place in the audio, or several that the library says as one ("on the")."""
-
-    text: str  # Text as given
-    start: float  # Start in seconds
-    end: float  # End in seconds, where the next word begins, or a pause
 
 
 class _VoiceRecord(ctypes.Structure):
@@ -114,19 +82,18 @@ class _VoiceRecord(ctypes.Structure):
 class Espeak:
     """The synthesiser of this process."""
 
+    options = 0x8000  # espeakINITIALIZE_DONT_EXIT: report bad data by result code
+
     def __init__(self, seed: int = 1) -> None:
         loader = importlib.import_module("espeakng_loader")
         self._library: Any = ctypes.CDLL(loader.get_library_path())
         self._library.espeak_GetCurrentVoice.restype = ctypes.POINTER(_VoiceRecord)
         data = os.fsencode(loader.get_data_path())
-        self.sample_rate: int = self._library.espeak_Initialize(
-            SYNCHRONOUS, 0, data, _DO_NOT_EXIT | _PHONEME_EVENTS
-        )
+        self.sample_rate: int = self._library.espeak_Initialize(_SYNCHRONOUS, 0, data, self.options)
         if self.sample_rate <= 0:
             raise RuntimeError(f"espeak: cannot read its data in {os.fsdecode(data)}")
         self._library.espeak_ng_SetRandSeed(ctypes.c_long(seed))
         self._chunks: list[bytes] = []
-        self._events: list[tuple[int, int, int, bytes]] = []
         # The library keeps only the pointer; the object must live as long as it does.
         self._callback = _Callback(self._collect)
         self._library.espeak_SetSynthCallback(self._callback)
@@ -148,7 +115,6 @@ class Espeak:
         for parameter, value in ((_RATE, rate), (_VOLUME, _QUIET), (_PITCH, pitch)):
             self._library.espeak_SetParameter(parameter, value, 0)
         self._chunks.clear()
-        self._events.clear()
         data = text.encode() + b"\0"
         code = self._library.espeak_Synth(
             data, len(data), 0, _POSITION_CHARACTER, 0, _CHARS_UTF8, None, None
@@ -158,37 +124,7 @@ class Espeak:
             raise RuntimeError(f"espeak: no audio for {text!r} (result code {code})")
         return samples.astype(np.float32) / 32768
 
-    def words(self, text: str) -> list[SpokenWords]:
-        """Return the times of the words, after `speak`."""
-        # Positions count characters from 1. An event inside a word, after a hyphen, begins none.
-        begins = {match.start() + 1 for match in re.finditer(r"\S+", text)}
-        starts: list[tuple[int, int]] = []
-        ends: list[int] = []
-        for kind, position, sample, phoneme in self._events:
-            begun = kind == _WORD and position in begins
-            # Of one "_" and colons; "_!" is a glottal stop, "_^_" a change of language.
-            pause = phoneme.startswith(b"_") and not phoneme.strip(b"_:")
-            if len(ends) < len(starts) and (begun or pause):
-                ends.append(sample)
-            if begun:
-                starts.append((position, sample))
-        ends += [sum(map(len, self._chunks)) // 2] * (len(starts) - len(ends))
-        stops = [position for position, _ in starts[1:]] + [len(text) + 1]
-        return [
-            SpokenWords(
-                text[position - 1 : stop - 1].strip(),
-                sample / self.sample_rate,
-                end / self.sample_rate,
-            )
-            for (position, sample), stop, end in zip(starts, stops, ends, strict=True)
-        ]
-
     def _collect(self, samples: Any, count: int, events: Any) -> int:
         if samples and count > 0:
             self._chunks.append(ctypes.string_at(samples, 2 * count))
-        for event in map(events.__getitem__, itertools.count()):
-            if event.type == _LIST_END:
-                break
-            phoneme = event.phoneme if event.type == _PHONEME else b""
-            self._events.append((event.type, event.text_position, event.sample, phoneme))
         return 0

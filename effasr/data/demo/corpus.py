@@ -46,7 +46,6 @@ class DemoCorpus:
     dev: Path  # Manifest of the development split: other sentences, other voices
     test: Path  # Manifest of the test split: again other sentences, other voices
     sample: Path  # A test recording to try a trained model on
-    sample_text: str  # Transcript of the sample
     statistics: Mapping[str, SplitStatistics]  # Split -> figures
 
 
@@ -184,7 +183,7 @@ def _write_manifests(
         )
         state["statistics"][split] = asdict(figures)
         if split == "test":
-            state |= {"sample": members[0].path, "sample_text": rows[0]["text"]}
+            state["sample"] = members[0].path
     return state
 
 
@@ -195,7 +194,6 @@ def _corpus(root: Path, state: dict) -> DemoCorpus:
         dev=root / "dev.jsonl",
         test=root / "test.jsonl",
         sample=root / state["sample"],
-        sample_text=state["sample_text"],
         statistics={
             split: SplitStatistics(**figures) for split, figures in state["statistics"].items()
         },

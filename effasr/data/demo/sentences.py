@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 
 Phrase = Mapping[str, str]
 """Language code -> words, lower case, no punctuation; ``{name}`` is a slot."""
@@ -164,13 +163,6 @@ class Grammar:
             values = {name: rng.choice(self.slots[name]) for name in _SLOT.findall(template["en"])}
             clauses.append(self._fill(template, values))
         return Sentence({lang: tuple(c[lang] for c in clauses) for lang in self.languages})
-
-    def all_clauses(self) -> Iterator[Phrase]:
-        """Yield every clause of the grammar once."""
-        for template in self.templates:
-            names = _SLOT.findall(template["en"])
-            for values in product(*(self.slots[name] for name in names)):
-                yield self._fill(template, dict(zip(names, values, strict=True)))
 
     def _fill(self, template: Phrase, values: Mapping[str, Phrase]) -> Phrase:
         return {

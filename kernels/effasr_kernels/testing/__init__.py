@@ -1,1 +1,1 @@
-"""Support for tests of operations: contracts, tolerances, compilation for other GPUs."""
+"""Support for tests and measurements of operations: compilation for other GPUs."""

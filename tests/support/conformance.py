@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from effasr_kernels.packed import PackedLayout, PackedSequence, pack
-from effasr_kernels.testing.tolerance import assert_no_worse, poison
+from tests.support.tolerance import assert_no_worse, poison
 
 Packed = Mapping[str, PackedSequence]
 Shared = Mapping[str, Tensor]

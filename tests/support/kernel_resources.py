@@ -1,0 +1,90 @@
+"""Resources and tensor core products of kernels that were compiled for a GPU.
+
+Triton includes ``cuobjdump``, which reads the resources from the binary that runs.
+"""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton import backends
+
+from effasr_kernels.runtime.launch import Launch
+from effasr_kernels.testing import aot
+
+_ROWS_OF_WARP = 16
+_LAYOUT = re.compile(
+    r"^(#\w+) = #ttg\.nvidia_mma<\{.*?warpsPerCTA = \[(\d+), (\d+)\]", re.MULTILINE
+)
+_RESULT = re.compile(r"(?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>")
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
+"""Maximum shared memory per block in bytes, by architecture (CUDA C++ guide, table 30)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Resources of a compiled kernel."""
+
+    registers: int  # registers per thread
+    stack: int  # bytes per thread of spilled registers and local arrays; 0 without spills
+    shared: int  # static and dynamic shared memory per block, in bytes
+    matrix_instructions: int  # number of tensor core instructions in the PTX
+    ttir: str  # the kernel in Triton's IR, before optimizations for a GPU
+    ttgir: str  # the kernel in Triton's IR for GPUs, with the layouts of tensors
+    ptx: str  # the PTX of the kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product of tensor cores in a kernel: sizes of the result, and warps along both."""
+
+    rows: int
+    columns: int
+    warps_m: int
+    warps_n: int
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether several warps compute the same rows: a warp has 16 of them, or more."""
+        return self.warps_m * _ROWS_OF_WARP > self.rows
+
+
+def products_of(ttgir: str) -> list[Product]:
+    """Return the products of a compiled kernel that tensor cores compute, in order."""
+    warps = {name: (int(m), int(n)) for name, m, n in _LAYOUT.findall(ttgir)}
+    return [
+        Product(int(rows), int(columns), *warps[layout])
+        for rows, columns, layout in _RESULT.findall(ttgir)
+        if layout in warps
+    ]
+
+
+def resources_of(launch: Launch, architecture: int) -> Resources:
+    """Compile for ``sm_<architecture>``, such as 80, 90 or 100."""
+    compiled = aot.compile_launch(launch, architecture)
+    ptx = compiled.asm["ptx"]
+    registers, stack, static = _usage(compiled.asm["cubin"])
+    return Resources(
+        registers=registers,
+        stack=stack,
+        shared=max(static, compiled.metadata.shared),
+        matrix_instructions=len(re.findall(r"wgmma\.mma|mma\.sync|tcgen05\.mma", ptx)),
+        ttir=compiled.asm["ttir"],
+        ttgir=compiled.asm["ttgir"],
+        ptx=ptx,
+    )
+
+
+def _usage(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, stack and static shared memory, from ``cuobjdump -res-usage``."""
+    tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", printed)}
+    return usage["REG"], usage["STACK"], usage["SHARED"]
