@@ -48,16 +48,14 @@ class _Use:
     head_width: int = 0
 
 
-def select_backends(
-    model: ASRModel, config: TrainConfig, device: torch.device, results: Path = RESULTS
-) -> None:
+def select_backends(model: ASRModel, config: TrainConfig, device: torch.device) -> None:
     """Give each module the backend of its operations; refuse what does not serve it.
 
     The model may be on the meta device: calls are made on ``device``.
     """
     kernels = config.kernels
     dtype = narrow_dtype(config.training.precision, device) or torch.float32
-    rows = _rows(results, device, dtype)
+    rows = _rows(device, dtype)
     served: dict[tuple[Any, ...], str | None] = {}
     for use in _uses(model, device, dtype):
         requested = getattr(kernels, use.field) or kernels.attention
@@ -70,11 +68,11 @@ def select_backends(
 
 
 def explained_backends(
-    model: ASRModel, config: TrainConfig, device: torch.device, results: Path = RESULTS
+    model: ASRModel, config: TrainConfig, device: torch.device
 ) -> Iterator[tuple[str, str, str]]:
     """What `select_backends` gives each part of a model: field and part, backend, and why."""
     dtype = narrow_dtype(config.training.precision, device) or torch.float32
-    rows, seen = _rows(results, device, dtype), set()
+    rows, seen = _rows(device, dtype), set()
     for use in _uses(model, device, dtype):
         label = f"kernels.{use.field} ({use.place.partition('.')[0]})"
         if label in seen:
@@ -89,7 +87,7 @@ def explained_backends(
         if requested != "auto":
             yield label, requested, "as the recipe says"
         elif backend is not None:
-            yield label, backend, f"the fastest on this GPU by {results.name}"
+            yield label, backend, f"the fastest on this GPU by {RESULTS.name}"
         else:
             yield label, *_first_of(use, device)
 
@@ -195,13 +193,13 @@ def _call_example(operation: str, device: torch.device, dtype: torch.dtype, back
         getattr(effasr_kernels, operation)(**arguments, backend=backend)
 
 
-def _rows(path: Path, device: torch.device, dtype: torch.dtype) -> list[dict[str, str]]:
+def _rows(device: torch.device, dtype: torch.dtype) -> list[dict[str, str]]:
     """The rows of trained attention on this GPU."""
-    if device.type != "cuda" or not path.is_file():
+    if device.type != "cuda" or not RESULTS.is_file():
         return []
     wanted = {"device": torch.cuda.get_device_name(device), "op": "attention"}
     wanted |= {"mode": "forward+backward", "dtype": str(dtype).removeprefix("torch.")}
-    with path.open(newline="", encoding="utf-8") as file:
+    with RESULTS.open(newline="", encoding="utf-8") as file:
         return [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
 
 

@@ -21,6 +21,7 @@ from effasr.transcription.results import Failure, Segment
 _SAMPLE_TYPES = {"s16le": "<i2", "f32le": "<f4"}
 _READ_SECONDS = 0.5
 _MARGIN_SECONDS = 0.25  # background that is kept before and after speech
+_PAUSE_SECONDS = 0.5  # least pause at which a chunk ends; twice the margin
 _MEMORY_SECONDS = 30.0  # past audio whose loudness of background and speech is remembered
 _SEARCH_SHARE = 0.5  # without a pause, a chunk ends at the quietest moment of this last part of it
 _FEWEST_HOPS = 8  # shorter sounds are clicks
@@ -93,17 +94,13 @@ def cut_stream(
     sample_rate: int,
     *,
     latency_seconds: float = 10.0,
-    pause_seconds: float = 0.5,
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
     """Split arriving audio at pauses, without silence, by the loudness of the last half minute.
 
     Where the source is stalled, what is held is cut off as if there were a pause.
     """
-    latency = latency_seconds
-    check(latency >= 1.0, "latency_seconds", "be at least 1", latency)
-    rule = f"be from 0.1 to half of `latency_seconds` = {latency}"
-    check(0.1 <= pause_seconds <= latency / 2, "pause_seconds", rule, pause_seconds)
-    return _cut(blocks, _StreamCutter(sample_rate, latency_seconds, pause_seconds))
+    check(latency_seconds >= 1.0, "latency_seconds", "be at least 1", latency_seconds)
+    return _cut(blocks, _StreamCutter(sample_rate, latency_seconds))
 
 
 def _cut(
@@ -125,15 +122,15 @@ def _cut(
 class _StreamCutter:
     """The audio that is not yet cut off, and the loudness of the half minute before."""
 
-    def __init__(self, sample_rate: int, latency_seconds: float, pause_seconds: float) -> None:
+    def __init__(self, sample_rate: int, latency_seconds: float) -> None:
         self.held = np.zeros(0, np.float32)
         self._start = 0
         self._past = np.zeros(0)
         self._rate = sample_rate
         self.hop = max(1, round(HOP_SECONDS * sample_rate))
         self._longest = int(latency_seconds * sample_rate)
-        self._pause = round(pause_seconds / HOP_SECONDS)
-        self._margin = min(round(_MARGIN_SECONDS / HOP_SECONDS), self._pause // 2)
+        self._pause = round(_PAUSE_SECONDS / HOP_SECONDS)
+        self._margin = round(_MARGIN_SECONDS / HOP_SECONDS)
 
     def cut(self, *, ended: bool = False) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Cut off every chunk whose end is known; all of them if the stream has ended."""

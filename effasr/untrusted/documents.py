@@ -41,17 +41,17 @@ WRONG_VALUES = (LookupError, TypeError, AttributeError, ArithmeticError, Runtime
 """Exceptions, in addition to ValueError, that code raises on values of unexpected types."""
 
 
-def read_json(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> Any:
+def read_json(path: str | Path) -> Any:
     try:
-        return parse_json(read_text(path, most_bytes), str(path))
+        return parse_json(read_text(path, DOCUMENT_BYTES), str(path))
     except ValueError as error:
         if (kind := mistaken(Path(path))) is not None:
             raise ValueError(f"{path} must be JSON, but is {kind[0]}: {kind[1]}.") from error
         raise
 
 
-def read_json_object(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> dict[str, Any]:
-    value = read_json(path, most_bytes)
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds a {type(value).__name__}.")
     return value
@@ -76,11 +76,11 @@ def check_json_nodes(text: str, name: str) -> None:
         raise ValueError(f"{name} must have at most {_MOST_JSON_NODES} values, but has more.")
 
 
-def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
+def is_deep(value: Any) -> bool:
     level, depth = [value], 0
     while level := [inner for outer in level for inner in _children(outer)]:
         depth += 1
-        if depth > most:
+        if depth > MOST_DEPTH:
             return True
     return False
 

@@ -58,11 +58,6 @@ def test_every_fault_is_dropped_counted_and_listed(faulty, tmp_path):
     assert json.loads((tmp_path / "out/report.json").read_text())["kept"]["utterances"] == 12
 
 
-def test_damage_inside_a_file_goes_unseen_without_decoding(faulty, tmp_path):
-    prepare(faulty, tmp_path / "out", decode=False)
-    assert {"cut", "silent"} <= set(read(tmp_path / "out").ids)
-
-
 def test_the_output_can_be_read_from_anywhere(nemo, tmp_path, monkeypatch):
     manifest = nemo(3)
     monkeypatch.chdir(manifest.parent)
@@ -96,7 +91,8 @@ def test_checks_that_need_a_tokenizer(nemo, tmp_path, tokenizer):
     reasons = [line["reason"] for line in read_lines(tmp_path / "out/dropped.jsonl")]
     assert reasons == ["unknown_language", "unknown_text", "ctc_infeasible"]
     assert {k: v.utterances for k, v in report.by_language.items()} == {"en": 2, "de>en": 1}
-    prepare(manifest, tmp_path / "four", tokenizer=tokenizer, framing=Framing(subsampling=4))
+    limits = Limits(framing=Framing(subsampling=4))
+    prepare(manifest, tmp_path / "four", tokenizer=tokenizer, limits=limits)
     four = [line["reason"] for line in read_lines(tmp_path / "four/dropped.jsonl")]
     assert four == reasons[:2]
     assert report.unknown_tokens == 1

@@ -84,7 +84,7 @@ class Espeak:
 
     options = 0x8000  # espeakINITIALIZE_DONT_EXIT: report bad data by result code
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self) -> None:
         loader = importlib.import_module("espeakng_loader")
         self._library: Any = ctypes.CDLL(loader.get_library_path())
         self._library.espeak_GetCurrentVoice.restype = ctypes.POINTER(_VoiceRecord)
@@ -92,7 +92,7 @@ class Espeak:
         self.sample_rate: int = self._library.espeak_Initialize(_SYNCHRONOUS, 0, data, self.options)
         if self.sample_rate <= 0:
             raise RuntimeError(f"espeak: cannot read its data in {os.fsdecode(data)}")
-        self._library.espeak_ng_SetRandSeed(ctypes.c_long(seed))
+        self._library.espeak_ng_SetRandSeed(ctypes.c_long(1))
         self._chunks: list[bytes] = []
         # The library keeps only the pointer; the object must live as long as it does.
         self._callback = _Callback(self._collect)

@@ -41,7 +41,6 @@ from effasr.data.audio.waveform import (
     TarMember,
     audio_path,
 )
-from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.filters.rules import (
     Dropped,
     Limits,
@@ -118,9 +117,7 @@ def prepare(
     *,
     tokenizer: Tokenizer | None = None,
     limits: Limits | None = None,
-    framing: Framing = FASTCONFORMER,
     language: str = "en",
-    decode: bool = True,
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
     note: Callable[[Cut, list[int] | None], None] | None = None,
@@ -144,8 +141,7 @@ def prepare(
     languages, texts that it cannot spell at all, and texts too long for CTC.
 
     ``limits`` are by default without CTC's for the tokenizer of a Whisper, which has no CTC head,
-    and may have many tokens for a word. Without ``decode`` headers alone are read: faster, but
-    damage inside a file goes unseen. ``note`` is called in the order of the source with each
+    and may have many tokens for a word. ``note`` is called in the order of the source with each
     utterance that passes the checks, and the tokens of its text; outliers, which are known at the
     end, are among them. So are they among the texts that ``fidelity`` counts.
 
@@ -158,8 +154,7 @@ def prepare(
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
         raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
     if limits is None:
-        ctc = not isinstance(tokenizer, WhisperTokenizer)
-        limits = Limits(ctc=ctc, framing=framing)
+        limits = Limits(ctc=not isinstance(tokenizer, WhisperTokenizer))
     unread: Counter[str] = Counter()
     utterances = named(source, language=language, unread=unread)
     report = PrepareReport(str(source))
@@ -171,7 +166,7 @@ def prepare(
         selected = _Kept(file)
         dropped: list[tuple[int, Dropped]] = []
         wanted = {code_or_name(name): near for name, near in (language_map or {}).items()}
-        checked = partial(_check, tokenizer, limits, decode, clean, wanted, audio)
+        checked = partial(_check, tokenizer, limits, clean, wanted, audio)
         mapped: Counter[str] = Counter()
         texts: dict[int, int] = {}  # hashes of texts by those of spans
         outcomes = _in_order(checked, utterances, jobs or os.cpu_count() or 1)
@@ -241,7 +236,6 @@ class _Usable:
 def _check(
     tokenizer: Tokenizer | None,
     limits: Limits,
-    decode: bool,
     clean: Clean | None,
     language_map: Mapping[str, str],
     audio: _Audio,
@@ -249,7 +243,7 @@ def _check(
 ) -> _Usable | Dropped:
     """Check an utterance; run in a thread, as decoding leaves the interpreter free."""
     name, utterance = named_utterance
-    mapped, duration, silence = (), None, None
+    mapped, duration = (), None
     try:
         cut = audio.cut(name, utterance)
         if language_map:
@@ -259,8 +253,7 @@ def _check(
         if clean is not None:
             cut.supervisions[0].text = clean(text_of(cut))
         tokens = check(cut, limits, tokenizer)
-        if decode:
-            silence = audio.check(cut, part)
+        silence = audio.check(cut, part)
     except (AudioError, RejectedUtterance) as error:
         reason = error.problem if isinstance(error, AudioError) else error.reason
         details = f"{error} {_CONVERT}" if isinstance(error, UnknownFormat) else str(error)
