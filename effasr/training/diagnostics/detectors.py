@@ -160,9 +160,8 @@ class CTCPlateau(Detector):
             late = f"model.spec_augment.after_ctc={0.7 * self.baseline.loss:.1f}"
             first = f"let masks begin later ({late}); " if self.masks_early else ""
             return (
-                f"{first}lower optimizer.lr, such as to 3e-4 with 20 s of audio a step or 5e-4 "
-                "with 60 s; start from a trained model (init_from); check that the texts belong "
-                "to the audio."
+                f"{first}lower optimizer.lr, such as to 6e-4 with 20 s of audio a step; start "
+                "from a trained model (init_from); check that the texts belong to the audio."
             )
         vocabulary = "train a tokenizer with a larger vocabulary (effasr tokenizer --vocab-size)"
         if self.can_subsample_less:
