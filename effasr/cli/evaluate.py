@@ -95,10 +95,12 @@ def run(options: argparse.Namespace) -> int:
         )
     print_folded(report(evaluation, options.worst))
     folder = options.output or _default_folder(options)
-    if options.output is None and not os.access(options.run, os.W_OK):
+    # A checkpoint of a run is removed when there are newer ones.
+    is_checkpoint = options.run.resolve().parent.name == "checkpoints"
+    if options.output is None and (is_checkpoint or not os.access(options.run, os.W_OK)):
+        reason = "is a checkpoint of a run" if is_checkpoint else "cannot be written to"
         print_folded(
-            f"not saved, because {options.run} cannot be written to: --output FOLDER keeps the "
-            "results"
+            f"not saved, because {options.run} {reason}: --output FOLDER keeps the results"
         )
     else:
         names = [path.name for path in checkpoints] if options.averaged else []

@@ -106,19 +106,15 @@ def test_a_set_is_named_after_its_manifest(effasr, workplace, monkeypatch):
     assert written == {"dev", "cuts"}
 
 
-def test_evaluate_does_not_write_into_a_model_directory(effasr, workplace, model, tmp_path):
-    before = sorted(model.rglob("*"))
-    command = ("evaluate", "--run", model, "--manifest", workplace.folder / "dev")
-    done = effasr(*command)
-    assert done.code == 0
-    assert "--output FOLDER" in done.out
-    assert effasr(*command, "--output", tmp_path / "kept").code == 0
-    assert json.loads((tmp_path / "kept" / "wer.json").read_text())["set"] == "dev"
-    assert sorted(model.rglob("*")) == before
+def test_evaluate_saves_beside_a_model_but_not_in_a_checkpoint(effasr, workplace, model):
+    dev = workplace.folder / "dev"
+    assert effasr("evaluate", model, dev).code == 0
+    assert json.loads((model / "evaluation" / "dev" / "wer.json").read_text())["set"] == "dev"
     checkpoint = resolve(workplace.run)
     before = sorted(checkpoint.rglob("*"))
-    done = effasr("evaluate", "--run", checkpoint, "--manifest", workplace.folder / "dev")
+    done = effasr("evaluate", "--run", checkpoint, "--manifest", dev)
     assert done.code == 0
+    assert "--output FOLDER" in done.out
     assert sorted(checkpoint.rglob("*")) == before
 
 

@@ -160,7 +160,7 @@ def use_clips(folder: Path) -> object:
 
 
 def use_plan(folder: Path) -> object:
-    return len(read_listing(sorted(folder.iterdir()), limits=Limits()))
+    return len(read_listing(sorted(folder.iterdir()), limits=Limits()).columns.frames)
 
 
 def use_text_pairs(folder: Path) -> object:

@@ -60,7 +60,7 @@ def test_the_later_of_two_lengths_replaces_the_other(make_config):
     for overrides, expected in (
         (["training.max_epochs=4"], (None, 4)),
         (["training.max_epochs=4", "training.max_steps=7"], (7, None)),
-        (["training.max_epochs=null"], (10_000, None)),
+        (["training.max_epochs=null"], (100_000, None)),
     ):
         loop = configuration.load(TrainConfig, "small", overrides).training
         assert (loop.max_steps, loop.max_epochs) == expected

@@ -83,7 +83,8 @@ class ProgressDisplay:
             self._first, self.validated_s, self._due = (step, time.monotonic()), 0.0, 0.0
         seconds = self._seconds_a_step(step)
         left = "-:--:--" if seconds is None else self._left(self._total - step, seconds)
-        self._say(f"step {step}/{self._total}  ETA {left}")
+        if step < self._total:  # the last one has metrics
+            self._say(f"step {step}/{self._total}  ETA {left}")
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         state = describe(line, self._ranks)
