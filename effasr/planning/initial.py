@@ -309,10 +309,10 @@ def audio_seconds_per_second(
         resolved.data.known_frame_budget, batches=TIMED
     )
     # The weights do not affect the time, and the trial has no run to continue.
-    trained = replace(resolved, init_from=None)
+    mapping = config.to_mapping(replace(resolved, init_from=None))
     target = target_bytes(resolved.calibration, device, os.environ)
     count = min(resolved.data.micro_batches, _MOST_MICRO_BATCHES)
-    request = Request(trained, vocab_size, str(device), target, count, work, WARMUP, _MOST_S)
+    request = Request(mapping, vocab_size, str(device), target, count, work, WARMUP, _MOST_S)
     measured = measure(request)
     return tuple(measured.speeds) if measured.fits else None
 

@@ -1,8 +1,10 @@
 """A machine whose memory and speed are known, in the place of the processes of trials."""
 
+from effasr import config as configuration
 from effasr.training.calibration import calibrate
 from effasr.training.calibration.search import MemoryModel, load_of
 from effasr.training.calibration.trial import Measurement
+from effasr.training.config import TrainConfig
 
 
 def known_machine(monkeypatch, memory: MemoryModel) -> list:
@@ -12,7 +14,8 @@ def known_machine(monkeypatch, memory: MemoryModel) -> list:
     def measure(request, *, alive):
         requests.append(request)
         alive()
-        peak = memory.predict(load_of(request.workload, request.config.model))
+        config = configuration.from_mapping(TrainConfig, request.config)
+        peak = memory.predict(load_of(request.workload, config.model))
         if peak > request.limit_bytes:
             return Measurement(fits=False, reason="out of memory")
         frames = request.workload.shape.frame_budget

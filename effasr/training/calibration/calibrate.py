@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from effasr import config as configuration
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
@@ -94,13 +95,13 @@ def calibrate(
     """Find the budgets for a run, and save them; ``target``: bytes that training may take."""
     started = time.monotonic()
     described = store.describe(config, vocab_size, population, device, target)
-    trained = _without_weights(config)
+    mapping = configuration.to_mapping(_without_weights(config))
 
     def trial(work: Workload) -> Measurement:
         # With two micro-batches, the gradients of the first occupy memory during the second, as the
         # buckets of a gradient all-reduce do.
         count = min(2, config.data.micro_batches)
-        request = Request(trained, vocab_size, str(device), target, count, work)
+        request = Request(mapping, vocab_size, str(device), target, count, work)
         return measure(request, alive=alive)
 
     multiprocessors = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import product
@@ -60,7 +59,24 @@ class MemoryModel:
         """Fit the model to the peaks (bytes) of trials by non-negative least squares."""
         check(loads, "loads", "hold at least one trial", "empty")
         matrix = np.array([(1, *astuple(load)) for load in loads], dtype=np.float64)
-        return cls(*_non_negative(matrix, np.array(peaks, dtype=np.float64)))
+        scale = np.maximum(matrix.max(axis=0), 1.0)
+        values = np.array(peaks, dtype=np.float64)
+        best: tuple[float, np.ndarray] | None = None
+        # Four coefficients have sixteen subsets: the exact solution is that of one of them.
+        for used in product((True, False), repeat=4):
+            columns = np.flatnonzero(used)
+            result = np.zeros(4)
+            if columns.size:
+                scaled = matrix[:, columns] / scale[columns]
+                result[columns] = np.linalg.lstsq(scaled, values, rcond=1e-9)[0]
+            if (result < 0).any():
+                continue
+            residual = float(np.square(matrix / scale @ result - values).sum())
+            # On a tie prefer fewer coefficients: the others are not determined by the trials.
+            if best is None or residual <= best[0] * (1 + 1e-9):
+                best = residual, result / scale
+        assert best is not None
+        return cls(*best[1].tolist())
 
     def predict(self, load: Load) -> int:
         return round(
@@ -88,29 +104,19 @@ class SpeedModel:
         """Fit the model to the seconds of micro-batches by least squares of relative errors."""
         check(frames, "frames", "hold at least one trial", "empty")
         x, y = np.array(frames, dtype=np.float64), np.array(seconds)
-        return cls(*_non_negative(np.stack([1 / y, x / y], axis=1), np.ones(len(x))))
+        alone = float((x / y).sum() / np.square(x / y).sum())
+        if len(set(frames)) < 2:
+            return cls(0.0, alone)
+        matrix = np.stack([1 / y, x / y], axis=1)
+        fixed, per_frame = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)[0].tolist()
+        if fixed < 0:
+            return cls(0.0, alone)
+        if per_frame < 0:
+            return cls(float((1 / y).sum() / np.square(1 / y).sum()), 0.0)
+        return cls(fixed, per_frame)
 
     def predict(self, frames: int) -> float:
         return self.fixed + self.per_frame * frames
-
-
-def _non_negative(matrix: np.ndarray, values: np.ndarray) -> list[float]:
-    """Return the least-squares solution without negative coefficients."""
-    scale = matrix.max(axis=0)
-    scale[scale == 0] = 1.0
-    best, rounding = (np.inf, np.zeros(len(scale))), 1e-18 * float(values @ values)
-    # Few coefficients have few subsets: the exact solution is that of one of them.
-    for used in product((True, False), repeat=len(scale)):
-        columns = np.flatnonzero(used)
-        result = np.zeros(len(scale))
-        if columns.size:
-            scaled = matrix[:, columns] / scale[columns]
-            result[columns] = np.linalg.lstsq(scaled, values, rcond=1e-9)[0]
-        residual = float(np.square(matrix / scale @ result - values).sum())
-        # On a tie prefer fewer coefficients: the others are not determined by the trials.
-        if (result >= 0).all() and residual <= best[0] * (1 + 1e-9) + rounding:
-            best = residual, result / scale
-    return best[1].tolist()
 
 
 # Frame budgets whose matrix products fill every multiprocessor of a GPU.
@@ -151,7 +157,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    replay: Trial  # The trial with the budget to train with
+    frame_budget: int  # Budget to train with
     largest: int  # Largest budget that is predicted to fit
     limited_by: LimitedBy  # Constraint that keeps ``frame_budget`` from being larger
     memory: MemoryModel  # Memory model
@@ -159,8 +165,13 @@ class SearchResult:
     trials: tuple[Trial, ...]  # Trials in order
 
     @property
-    def frame_budget(self) -> int:
-        return self.replay.load.frames
+    def replay(self) -> Trial:
+        *_, last = (
+            trial
+            for trial in self.trials
+            if trial.load.frames == self.frame_budget and trial.predicted_bytes is not None
+        )
+        return last
 
 
 @dataclass(slots=True)
@@ -198,7 +209,14 @@ class Search:
                     f"{_MOST_TRIALS} trials found no budget that stays below {gib(self.target)}: "
                     "give data.frame_budget a number, or training more memory."
                 )
-            return SearchResult(replay, largest, reason, memory, speed, tuple(self.trials))
+            return SearchResult(
+                replay.load.frames, largest, reason, memory, speed, tuple(self.trials)
+            )
+
+    def memory_model(self) -> MemoryModel:
+        """Return the memory model of the first trials, without a search for a budget."""
+        self._first_trials()
+        return self._memory()
 
     def _first_trials(self) -> None:
         longest = self.population.longest
@@ -261,10 +279,13 @@ class Search:
         low, high = self.population.longest, self._cap
         if failed:
             high = max(low, min(high, round(_BACK_OFF * min(failed))))
-        fitting = bisect_right(
-            range(low, high + 1), self.limit, key=lambda frames: self._predict(memory, frames)
-        )
-        return self._rounded(low + max(0, fitting - 1))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._predict(memory, middle) <= self.limit:
+                low = middle
+            else:
+                high = middle - 1
+        return self._rounded(low)
 
     def _failed(self, trial: Trial) -> bool:
         """Return whether a replayed or training-like budget proved too large."""

@@ -1,7 +1,7 @@
 """One trial: a few training steps in a separate process, which may run out of memory.
 
-``python -m effasr.training.calibration.trial PARENT`` reads a request from standard input, pickled,
-and writes the measurement to standard output, as JSON. It ends with the process of id PARENT.
+``python -m effasr.training.calibration.trial PARENT`` reads a request from standard input, as JSON,
+and writes the measurement to standard output. It ends with the process of id PARENT.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import resource
 import signal
 import statistics
@@ -19,13 +18,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from effasr import config as configuration
+from effasr.data.batch import StaticShape
+from effasr.data.features.frame_geometry import Framing
 from effasr.data.worker_processes import signal_at_death_of_parent
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
-from effasr.training.calibration.workload import Workload, batch_of
+from effasr.training.calibration.workload import Clips, Workload, batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
 from effasr.training.step import TrainState, train_step
@@ -34,7 +37,7 @@ from effasr_kernels import allow_reference_on_gpu
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    config: TrainConfig  # Resolved configuration
+    config: Mapping[str, Any]  # Resolved configuration, as a mapping
     vocab_size: int  # Vocabulary of the tokenizer
     device: str  # Device, such as ``cuda:0``
     limit_bytes: int  # Largest memory of the process, or of everything on the GPU
@@ -44,6 +47,19 @@ class Request:
     # Steps before the timed ones, which allocate moments and choose algorithms
     warmup: int = 1
     most_s: float = math.inf  # Time after which no further step is timed but the second
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        content = json.loads(text)
+        work = content.pop("workload")
+        shape = StaticShape(**work["shape"] | {"framing": Framing(**work["shape"]["framing"])})
+        timed = [[(f, u) for f, u in lengths] for lengths in work["timed"]]
+        extreme = [(f, u) for f, u in work["extreme"]]
+        clips = work["clips"] and Clips(**work["clips"])
+        return cls(**content, workload=Workload(shape, timed, extreme, clips))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +84,7 @@ def main() -> int:
     signal_at_death_of_parent(signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the process that started this trial has ended")
-    request = pickle.load(sys.stdin.buffer)
+    request = Request.from_json(sys.stdin.read())
     # Libraries may write to standard output, which is reserved for the result.
     out = os.dup(1)
     os.dup2(2, 1)
@@ -80,7 +96,8 @@ def main() -> int:
 
 
 def run(request: Request) -> Measurement:
-    device, config = torch.device(request.device), request.config
+    device = torch.device(request.device)
+    config = configuration.from_mapping(TrainConfig, request.config)
     if config.training.threads is not None:
         torch.set_num_threads(config.training.threads)
     if device.type == "cuda":
@@ -191,6 +208,7 @@ def measure(
     process = subprocess.Popen(
         [*_COMMAND, str(os.getpid())],
         env=_environment(os.environ),
+        text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -198,26 +216,36 @@ def measure(
         # trial.
         start_new_session=True,
     )
-    deadline = time.monotonic() + timeout_s
-    content: bytes | None = pickle.dumps(request)
     with process:
         try:
-            while True:
-                try:
-                    out, error = process.communicate(content, timeout=every_s)
-                    break
-                except subprocess.TimeoutExpired:
-                    # The next call continues with unwritten input and unread output.
-                    content = None
-                    if time.monotonic() > deadline:
-                        raise TrialFailed(
-                            f"a trial of {request.workload.shape.frame_budget} frames took more "
-                            f"than {timeout_s:.0f} s, and was stopped."
-                        ) from None
-                alive()
+            out, error = _finish(process, request, time.monotonic() + timeout_s, alive, every_s)
+        except subprocess.TimeoutExpired:
+            raise TrialFailed(
+                f"a trial of {request.workload.shape.frame_budget} frames took more than "
+                f"{timeout_s:.0f} s, and was stopped."
+            ) from None
         finally:
             process.kill()
-    return _result(process.returncode, out.decode(), error.decode(errors="replace"))
+    return _result(process.returncode, out, error)
+
+
+def _finish(
+    process: subprocess.Popen[str],
+    request: Request,
+    deadline: float,
+    alive: Callable[[], None],
+    every_s: float,
+) -> tuple[str, str]:
+    text: str | None = request.to_json()
+    while True:
+        try:
+            return process.communicate(text, timeout=every_s)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > deadline:
+                raise
+        # The next call continues with unwritten input and unread output.
+        text = None
+        alive()
 
 
 def _result(code: int, out: str, error: str) -> Measurement:

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -123,7 +122,8 @@ def test_the_trials_are_of_the_run(make_config, trials):
     (request, *_) = trials
     assert request.micro_batches == 2
     assert request.limit_bytes == int(0.9 * total_bytes(ALONE.device))
-    assert request.config == config
+    again = configuration.from_mapping(TrainConfig, request.config)
+    assert again == config
     assert request.vocab_size > 4
 
 
@@ -203,7 +203,7 @@ def request_of(population):
         training = LoopConfig(device="cpu", threads=1)
         config = resolve_config(TrainConfig(model=MODEL, training=training), None)
         work = population.workload(frames, batches=2)
-        return Request(config, 12, "cpu", limit, 2, work)
+        return Request(configuration.to_mapping(config), 12, "cpu", limit, 2, work)
 
     return make
 
@@ -241,9 +241,8 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
     target = 560 << 20
 
     def measured_trial(work: Workload) -> Measurement:
-        file = tmp_path / "request"
-        request = replace(request_of(400), limit_bytes=target, workload=work)
-        file.write_bytes(pickle.dumps(request))
+        file = tmp_path / "request.json"
+        file.write_text(replace(request_of(400), limit_bytes=target, workload=work).to_json())
         module = "tests.training.calibration.trial_from_file"
         process = Preloaded(module, str(file), str(os.getpid()), env=dict(os.environ))
         out, error = process.communicate(timeout=240)
