@@ -22,6 +22,9 @@ else:
     )
     settings.load_profile("any_load")
 
+# `nohup make test` has it ignored, which a training inherits and respects.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 pytest_plugins = [
     "pytester",
     "tests.support.commands",
