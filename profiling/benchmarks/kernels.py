@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import aot
 import torch
 from emulator.emulate import binaries, emulated
 from emulator.machine import COUNTS, Binary
@@ -34,7 +35,6 @@ from effasr_kernels.attention.triton.config import Config, Configs
 from effasr_kernels.runtime.example import Example, ExampleInputs
 from effasr_kernels.runtime.launch import Launch, capability, diverted
 from effasr_kernels.runtime.torch_op import DifferentiableOp
-from effasr_kernels.testing import aot
 
 # --- counts of the emulator -----------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import aot
 import torch
 from torch import Tensor
 
 from effasr_kernels.runtime.cuda import CudaLaunch
 from effasr_kernels.runtime.launch import Launch, diverted
-from effasr_kernels.testing import aot
 from emulator.machine import Binary, cache_folder, load, run
 from emulator.parse import encode
 

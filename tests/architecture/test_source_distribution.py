@@ -46,10 +46,7 @@ def test_a_source_distribution_is_complete(source_distribution):
         for path in (ROOT / folder).rglob("*")
         if path.suffix in (".py", ".yaml", ".cpp", ".cu", ".cuh", ".h", ".md", ".typed")
     ]
-    # Support of tests is left out, as the tests are.
-    support = ROOT / "kernels" / "effasr_kernels" / "testing"
-    assert {str(path.relative_to(ROOT)) for path in sources if support not in path.parents} <= names
-    assert not [name for name in names if name.startswith("kernels/effasr_kernels/testing")]
+    assert {str(path.relative_to(ROOT)) for path in sources} <= names
     assert {"setup.py", "LICENSE", "constraints.txt"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+import aot
+
 from effasr_kernels.runtime.launch import Launch
-from effasr_kernels.testing import aot
 from tests.support.kernel_resources import SHARED_LIMIT, Resources, resources_of
 
 ARCHITECTURES = (80, 90, 100)

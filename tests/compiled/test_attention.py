@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import aot
 import pytest
 import torch
 
 from effasr_kernels import Context
 from effasr_kernels.runtime.launch import Launch
-from effasr_kernels.testing import aot
 from tests.compiled.launches import RECORD, of_kernels
 from tests.support.kernel_resources import Product, Resources, products_of
 

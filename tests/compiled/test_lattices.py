@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import aot
 import pytest
 import torch
 
 from effasr_kernels.runtime.launch import Launch
-from effasr_kernels.testing import aot
 from effasr_kernels.transducer_loss import set_workspace
 from tests.compiled.launches import RECORD, names, of_kernels
 from tests.support.kernel_resources import Resources

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import aot
 import pytest
 import torch
 
@@ -9,7 +10,6 @@ from effasr.data.batch import Batch
 from effasr_kernels import PackedSequence
 from effasr_kernels.runtime import torch_op
 from effasr_kernels.runtime.launch import recording
-from effasr_kernels.testing import aot
 from tests.gpu.live_memory import Sizes
 from tests.gpu.small_training import SHAPE, make_batch, make_train_state
 

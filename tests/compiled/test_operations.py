@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import aot
 import pytest
 import torch
 
@@ -16,7 +17,6 @@ from effasr_kernels.runtime.launch import recording
 from effasr_kernels.shared import projection
 from effasr_kernels.subsampling_stem import StemArguments
 from effasr_kernels.subsampling_stem import _triton as subsampling_stem
-from effasr_kernels.testing import aot
 from tests.compiled.launches import RECORD, names
 from tests.support.kernel_resources import SHARED_LIMIT, Resources
 

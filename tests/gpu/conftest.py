@@ -6,9 +6,7 @@ With ``EFFASR_EMULATE=90`` (or 80) what Triton compiles for sm_90 runs instructi
 """
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,9 +79,6 @@ def _emulated() -> Iterator[None]:
     if not EMULATED:
         yield
         return
-    folder = str(Path(__file__).parents[2] / "profiling")
-    if folder not in sys.path:
-        sys.path.append(folder)
     from emulator.emulate import emulated
 
     with emulated(EMULATED):

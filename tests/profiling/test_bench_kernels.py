@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aot
 import pytest
 import torch
 import triton
@@ -20,7 +21,6 @@ from effasr_kernels import PackedLayout, attention, depthwise_conv
 from effasr_kernels.attention.triton import backend
 from effasr_kernels.attention.triton.config import Config
 from effasr_kernels.runtime.launch import Launch, diverted, launch, recording
-from effasr_kernels.testing import aot
 from tests.profiling.test_emulator import pytestmark as where_it_can_run
 
 

@@ -9,10 +9,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import aot
 from triton import backends
 
 from effasr_kernels.runtime.launch import Launch
-from effasr_kernels.testing import aot
 
 _ROWS_OF_WARP = 16
 _LAYOUT = re.compile(

@@ -1,8 +1,8 @@
 """Launches of Triton kernels: on a GPU, in Triton's interpreter, or recorded.
 
 Under ``TRITON_INTERPRET=1`` kernels run on the CPU, slowly, in Triton's interpreter. Inside
-`recording` they do not run: the launches are recorded, and `effasr_kernels.testing.aot` compiles
-exactly these launches for a GPU that need not be present.
+`recording` they do not run: the launches are recorded, and `profiling/aot.py` compiles exactly
+these launches for a GPU that need not be present.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Support for tests and measurements of operations: compilation for other GPUs."""
