@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from effasr.checks import check_no_url
 from effasr.untrusted.documents import NUMBER, dump_scalar, dump_yaml, parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -98,6 +99,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
         if key not in fields:
             raise UnknownField(where, str(key), fields)
         annotation = hints[key]
+        check_no_url(where, value)
         if value is None and _is_optional_section(fields[key], annotation):
             continue
         values[key] = _convert(annotation, value, where)

@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+from effasr.checks import check_no_url
 from effasr.cli import (
     calibrate,
     compare,
@@ -127,6 +128,8 @@ def _name_home() -> None:
 def _run(options: argparse.Namespace) -> int:
     from effasr_kernels import allow_reference_on_gpu
 
+    for name, value in vars(options).items():
+        check_no_url(name.replace("_", "-"), value)
     # Operations without a kernel for the GPU run their reference, with one warning each.
     before = allow_reference_on_gpu()
     try:

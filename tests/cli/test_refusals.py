@@ -9,6 +9,13 @@ ARGUMENTS = [
     ("trian", "effasr: 'trian' is no command: did you mean train? (see effasr --help)"),
     ("plan --strateg all", "unrecognized arguments: --strateg: did you mean --strategy? (see "),
     ("evaluate a --beam 2 b c", "effasr evaluate: unrecognized arguments: c (see "),
+    ("evaluate s3://b/run {train}", "`run` must be a path on this machine, but is the URL s3:/b"),
+    ("train s3://b/a.yaml", "`recipe` must be a path on this machine, but is the URL s3://b/a.ya"),
+    (
+        "train small output=https://me:secret@b/x?sig=1",
+        "`output` must be a path on this machine, but is the URL https://b/x: copy it",
+    ),
+    ("train small data.train=[simplecache::s3://b/x]", "`data.train` must be a path on this mach"),
     ("train", "effasr train: the following arguments are required: RECIPE (see "),
     ("evaluate --run x", "effasr evaluate: the following arguments are required: MANIFEST (see "),
     ("doctor --fast", "effasr doctor: unrecognized arguments: --fast (see "),
