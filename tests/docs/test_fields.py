@@ -1,6 +1,7 @@
 """The page of fields is that of the docstrings, and has every field of a recipe."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -39,3 +40,24 @@ def _check(config: object, path: str, paths: set[str]) -> None:
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
             _check(value, f"{path}.{field.name}".lstrip("."), paths)
+
+
+def test_the_fields_of_the_migration_page_exist(generate):
+    """Its last column names fields, sections and their values as recipes have them."""
+    fields: dict[str, set[str]] = {}
+    for cls, paths in generate.sections(TrainConfig).items():
+        for path in paths:
+            names = {field.name for field in dataclasses.fields(cls) if field.init}
+            fields.setdefault(path, set()).update(names)
+    text = (ROOT / "docs/migration.md").read_text()
+    rows = [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| `")]
+    named = re.findall(
+        r"`([a-z_]+(?:\.[a-z_]+)+)\b(?!/)", " ".join([*rows, text.split("## NeMo")[0]])
+    )
+    unknown = {
+        name
+        for name in named
+        if name.rpartition(".")[2] not in fields.get(name.rpartition(".")[0], ())
+    }
+    assert len(named) > 50
+    assert not unknown, unknown

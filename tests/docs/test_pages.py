@@ -5,9 +5,11 @@ So are the rows of operations in pictures of `effasr doctor`.
 
 import html
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from effasr_kernels import OPERATIONS
 from tests.docs.scripts import ROOT, load
@@ -83,3 +85,9 @@ def test_the_picture_of_doctor_has_its_last_operations(columns):
     labels = [example.label for operation in OPERATIONS.values() for example in operation.examples]
     assert len(visible) > 20
     assert visible == labels[-len(visible) :]
+
+
+def test_the_citation_has_the_version_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
