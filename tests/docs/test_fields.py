@@ -50,13 +50,18 @@ def test_the_fields_of_the_migration_page_exist(generate):
             names = {field.name for field in dataclasses.fields(cls) if field.init}
             fields.setdefault(path, set()).update(names)
     text = (ROOT / "docs/migration.md").read_text()
-    rows = [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| `")]
+    rows = [
+        line.split(" | ")[-1].replace("`wav.scp`", "")
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     named = re.findall(
         r"`([a-z_]+(?:\.[a-z_]+)+)\b(?!/)", " ".join([*rows, text.split("## NeMo")[0]])
     )
     unknown = {
         name
         for name in named
+        if "wav.scp" not in name
         if name.rpartition(".")[2] not in fields.get(name.rpartition(".")[0], ())
     }
     assert len(named) > 50
