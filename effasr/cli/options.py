@@ -36,7 +36,7 @@ AddCommand = Callable[..., argparse.ArgumentParser]
 _LABEL = re.compile(r"\w[\w ]{,18}? {2,}")  # a name in the first column of a report
 
 RUN_HELP = "a run (runs/NAME: its best checkpoint), or a model directory"
-MANIFEST_HELP = "NeMo JSONL, lhotse cuts, a Kaldi, audio or prepared folder"
+MANIFEST_HELP = "NeMo JSONL, lhotse cuts, tar files, a folder (Kaldi, audio, prepared ...)"
 
 # Fields of `DecodingConfig` that some commands have as options, beside its SEARCH and _RECORDINGS.
 NBEST = ("nbest",)

@@ -55,6 +55,12 @@ def add(command: AddCommand) -> None:
         help="languages to train as others, such as xx=sw or xx=sw,yy=tr: a language that the "
         "tokenizer has not as a near one that it has",
     )
+    parser.add_argument(
+        "--text-column",
+        metavar="NAME",
+        help="field or column of the text in JSON lines, tables, tar files and datasets (default: "
+        "text, sentence, transcription, transcript ...)",
+    )
     add_subsampling(parser)
     parser.add_argument(
         "--max-duration",
@@ -175,6 +181,7 @@ def run(options: argparse.Namespace) -> int:
             channel=options.channel,
             convert=options.convert,
             language_map=options.language_map,
+            text_column=options.text_column,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):

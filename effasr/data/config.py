@@ -37,6 +37,8 @@ class DataConfig:
             they are kept, for a teacher that writes their text during training
             (``training.teacher``). ``ignored``: no text is read, even where there is one; batches
             have no tokens, and are planned by their frames alone (``model.best_rq``).
+        text_column: Field or column of the text in JSON lines, tables, tar files and datasets; by
+            default one of the usual names, such as ``text`` and ``sentence``.
         label_tokens_per_second: With text ``optional``, tokens that are reserved for each second of
             an utterance without text; by default a quarter more than any transcript has.
         language: The language of utterances that name none; in validation, it is what the model is
@@ -97,6 +99,7 @@ class DataConfig:
     silence_padding: SilencePaddingConfig | None = None
     audio_augmentation: AudioAugmentationConfig = field(default_factory=AudioAugmentationConfig)
     text: TextUse = "required"
+    text_column: str | None = None
     label_tokens_per_second: float | None = None
     language: str = "en"
     strategy: Strategy = "packed"
@@ -294,4 +297,5 @@ class DataConfig:
             speed_perturbation=self.speeds,
             framing=framing,
             text=self.text,
+            text_column=self.text_column,
         )

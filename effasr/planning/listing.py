@@ -116,7 +116,9 @@ class _Reader:
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens
         default = Prompt(language, language)
-        self._options = ReadOptions(default, untranscribed=limits.text != "required")
+        self._options = ReadOptions(
+            default, untranscribed=limits.text != "required", text_column=limits.text_column
+        )
         self._progress, self._count = progress, 0
         # Cuts are made only where more than their length is used.
         self._checks_texts = (
@@ -136,7 +138,12 @@ class _Reader:
     def read(self, source: int, path: Path) -> None:
         options = self._options
         if (file := file_of_lines(path)) is None:
-            utterances = named(path, prompt=options.default, untranscribed=options.untranscribed)
+            utterances = named(
+                path,
+                prompt=options.default,
+                untranscribed=options.untranscribed,
+                text_column=options.text_column,
+            )
             for line, (name, utterance) in enumerate(utterances, 1):
                 self._add_utterance(name, (source, line), utterance)
                 self._report()

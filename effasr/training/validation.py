@@ -84,7 +84,7 @@ class Validator:
                 self._sets[name] = members[context.rank :: context.size]
                 continue
             # Lines that do not say otherwise are as most of training, as in `effasr evaluate`.
-            read = iterate(path, prompt=prompt)
+            read = iterate(path, prompt=prompt, text_column=config.data.text_column)
             cuts = even_sample(read, self._config.max_utterances, config.seed)
             if not cuts:
                 raise ValueError(f"{path}: holds no utterances.")

@@ -42,8 +42,8 @@ CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME
 SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--language-map MAP",
-        "--subsampling {4,8}", "--max-duration SECONDS", "--channel C", "--convert",
-        "--clean LIST", "--max-unknown X",
+        "--text-column NAME", "--subsampling {4,8}", "--max-duration SECONDS", "--channel C",
+        "--convert", "--clean LIST", "--max-unknown X",
         "--jobs N",
     ],
     "tokenizer": [

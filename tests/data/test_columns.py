@@ -5,7 +5,8 @@ import pytest
 from lhotse import AudioSource, MonoCut, MultiCut, Recording
 from lhotse.cut import Cut
 
-from effasr.data.audio.waveform import AudioSegment, TarMember, audio_path, load_audio
+from effasr.data.audio.embedded import TarMember
+from effasr.data.audio.waveform import AudioSegment, audio_path, load_audio
 from effasr.data.index.columns import AudioColumnsBuilder, RaggedBuilder
 from effasr.data.manifest.cuts import audio_of
 

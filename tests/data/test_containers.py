@@ -16,9 +16,9 @@ from effasr.data.audio.audio_file import (
     DURATION_TOLERANCE,
     LOSSY_TOLERANCE,
     AudioError,
-    TarMember,
     UnknownFormat,
 )
+from effasr.data.audio.embedded import TarMember
 from effasr.data.audio.waveform import AudioProblem, read_audio, read_header
 
 RATE = 16_000

@@ -3,7 +3,8 @@ import pytest
 import soundfile
 from lhotse import CutSet, MonoCut, Recording
 
-from effasr.data.audio.waveform import AudioError, TarMember, load_audio
+from effasr.data.audio.embedded import TarMember
+from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.cuts import prompt_of

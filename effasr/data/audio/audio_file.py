@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +20,8 @@ import numpy as np
 import soundfile
 
 from effasr.data.audio.containers import Layout, MpegFrames, View, examine
-from effasr.untrusted.files import open_checked, open_regular
+from effasr.data.audio.embedded import Embedded
+from effasr.untrusted.files import open_checked
 
 DURATION_TOLERANCE = 0.1
 """Seconds by which a file may miss the length that its manifest states, which may be rounded."""
@@ -37,9 +37,6 @@ _UNKNOWN = 2**63 - 1
 
 SAMPLES_PER_BYTE = 8192
 """No codec does better: FLAC's longest block of silence is 65,535 samples in about 11 bytes."""
-
-_MOST_MEMBER_BYTES = 4 << 30
-"""Largest size of an audio file inside a tar, which is read as a whole; a WAV file has no more."""
 
 
 class AudioProblem(enum.StrEnum):
@@ -71,27 +68,6 @@ class UnknownFormat(AudioError):
     """A file is none that soundfile can read; another program may."""
 
 
-@dataclass(frozen=True, slots=True)
-class TarMember:
-    """An audio file inside an uncompressed tar file."""
-
-    tar: str  # The tar file
-    offset: int  # Byte offset of the audio file
-    size: int  # Bytes of the audio file
-
-    def __str__(self) -> str:
-        return f"{self.tar}[{self.offset}:{self.offset + self.size}]"
-
-    @classmethod
-    def parse(cls, text: str) -> TarMember | None:
-        """Return the inverse of ``str``; None where the text is no such place."""
-        result = _TAR_MEMBER.fullmatch(text)
-        return result and cls(result[1], int(result[2]), int(result[3]) - int(result[2]))
-
-
-_TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
-
-
 class _Mpeg(soundfile.SoundFile):
     """MP3 that is read in order: soundfile seeks after each read, which changes what comes next."""
 
@@ -104,7 +80,7 @@ class AudioFile:
 
     def __init__(
         self,
-        path: str | Path | TarMember,
+        path: str | Path | Embedded,
         parts: Sequence[soundfile.SoundFile],
         layout: Layout,
         size: int,
@@ -250,11 +226,12 @@ def _stated_in_log(file: soundfile.SoundFile) -> float:
     return int(frames[-1]) if frames else file.frames
 
 
-def open_audio(path: str | Path | TarMember, *, thorough: bool = True) -> AudioFile:
+def open_audio(path: str | Path | Embedded, *, thorough: bool = True) -> AudioFile:
     """Open a file whose header can be believed, or was corrected; see `containers.examine`."""
     file: Any
-    if isinstance(path, TarMember):
-        size, status, file = path.size, None, _bytes_of(path)
+    if isinstance(path, Embedded):
+        file = _bytes_of(path)
+        size, status = file.getbuffer().nbytes, None
     else:
         status = _regular_file(path)
         size, file = status.st_size, _opened(path)
@@ -270,7 +247,7 @@ def open_audio(path: str | Path | TarMember, *, thorough: bool = True) -> AudioF
         if layout.parts:
             views = [View(file, pieces) for pieces in layout.parts]
             parts += [_open(view, path, layout) for view in views]
-        elif isinstance(path, TarMember):
+        elif isinstance(path, Embedded):
             file.seek(0)
             parts.append(_open(file, path, layout))
         else:
@@ -349,29 +326,16 @@ def _regular_file(path: str | Path) -> os.stat_result:
     return result
 
 
-def _bytes_of(member: TarMember) -> io.BytesIO:
-    """Return the audio file; a place that a manifest names is checked before memory is taken."""
-    if member.size > _MOST_MEMBER_BYTES:
-        raise AudioError(
-            AudioProblem.UNREADABLE,
-            f"{member}: an audio file in a tar file must have at most {_MOST_MEMBER_BYTES} bytes.",
-        )
-    data = b""
+def _bytes_of(member: Embedded) -> io.BytesIO:
     try:
-        with open_regular(member.tar) as file:
-            if 0 < member.size <= os.fstat(file.fileno()).st_size - member.offset:
-                file.seek(member.offset)
-                data = file.read(member.size)
+        return io.BytesIO(member.read())
     except OSError as error:
         raise AudioError(AudioProblem.MISSING, f"{member}: {one_line(error)}") from error
     except ValueError as error:
         raise AudioError(AudioProblem.UNREADABLE, one_line(error)) from error
-    if not data or len(data) < member.size:
-        raise AudioError(AudioProblem.UNREADABLE, f"{member}: the tar file ends before.")
-    return io.BytesIO(data)
 
 
-def _open(file: Any, path: str | Path | TarMember, layout: Layout) -> soundfile.SoundFile:
+def _open(file: Any, path: str | Path | Embedded, layout: Layout) -> soundfile.SoundFile:
     try:
         return (soundfile.SoundFile if layout.mpeg is None else _Mpeg)(file)
     # TypeError for a name that ends in .raw, of which soundfile wants to be told the rate.
@@ -385,7 +349,7 @@ def _open(file: Any, path: str | Path | TarMember, layout: Layout) -> soundfile.
         ) from error
 
 
-def _check_header(file: soundfile.SoundFile, path: str | Path | TarMember, size: int) -> None:
+def _check_header(file: soundfile.SoundFile, path: str | Path | Embedded, size: int) -> None:
     if file.frames <= 0 or file.samplerate <= 0:
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file holds no samples.")
     if file.format == "RAW" and file.subtype == "ULAW":

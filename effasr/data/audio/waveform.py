@@ -12,17 +12,18 @@ import numpy as np
 import soundfile
 import soxr
 
+from effasr.data.audio import embedded
 from effasr.data.audio.audio_file import (
     DURATION_TOLERANCE,
     AudioError,
     AudioFile,
     AudioProblem,
-    TarMember,
     one_line,
     open_audio,
     reason,
 )
 from effasr.data.audio.cut_sources import check_sources
+from effasr.data.audio.embedded import Embedded
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 
 if TYPE_CHECKING:
@@ -63,14 +64,14 @@ def samples_in(seconds: float, sample_rate: float = SAMPLE_RATE) -> int:
     return math.floor(seconds * sample_rate + 0.5)
 
 
-def read_header(path: str | Path) -> AudioHeader:
+def read_header(path: str | Path | Embedded) -> AudioHeader:
     """Find out how much a WAV, FLAC, Ogg or MP3 file holds, without decoding it."""
     with open_audio(path) as file:
         return AudioHeader.of(file)
 
 
 def read_audio(
-    path: str | Path | TarMember,
+    path: str | Path | Embedded,
     sample_rate: float = SAMPLE_RATE,
     *,
     offset: float = 0.0,
@@ -96,7 +97,7 @@ def read_audio(
 
 
 def open_part(
-    path: str | Path | TarMember, offset: float = 0.0, duration: float | None = None
+    path: str | Path | Embedded, offset: float = 0.0, duration: float | None = None
 ) -> AudioFile:
     """Open a file to read a part of it, which need not be searched where it has the part."""
     if duration is None:
@@ -112,7 +113,7 @@ def open_part(
 class AudioSegment:
     """A part of an audio file, to be read as one channel."""
 
-    path: str | TarMember  # The file, or where in a tar file it is
+    path: str | Embedded  # The file, or where in another file it is
     start: float  # Seconds
     duration: float  # Seconds
     channels: tuple[int, ...]  # Channels of the file to average, the first of which is 0
@@ -132,7 +133,7 @@ class AudioSegment:
         if len(sources) != 1 or sources[0].type not in ("file", "shar"):
             return None
         name = str(sources[0].source)
-        path = name if sources[0].type == "file" else TarMember.parse(name)
+        path = name if sources[0].type == "file" else embedded.parse(name)
         if path is None:
             return None
         # A channel's number is a name: a file of channel 1 alone, as in Shar, has one channel.
@@ -187,7 +188,7 @@ def audio_path(source: Cut | AudioSegment) -> str | None:
 
 
 def place(
-    file: AudioFile, path: str | Path | TarMember, offset: float, duration: float | None
+    file: AudioFile, path: str | Path | Embedded, offset: float, duration: float | None
 ) -> tuple[int, int]:
     """Return the first sample of a part of a file, and how many it has."""
     rate = file.samplerate
@@ -203,7 +204,7 @@ def place(
 
 def mono_blocks(
     file: AudioFile,
-    path: str | Path | TarMember,
+    path: str | Path | Embedded,
     begin: int,
     wanted: int,
     channels: Sequence[int] | None = None,
@@ -242,7 +243,7 @@ def is_plausible(samples: np.ndarray) -> bool:
 
 
 def _read_samples(
-    file: AudioFile, path: str | Path | TarMember, begin: int | None, wanted: int
+    file: AudioFile, path: str | Path | Embedded, begin: int | None, wanted: int
 ) -> np.ndarray:
     try:
         if begin:
@@ -274,7 +275,7 @@ def _check_channels(cut: Cut) -> None:
 
 
 def _choose_channels(
-    samples: np.ndarray, path: str | Path | TarMember, channels: Sequence[int] | None
+    samples: np.ndarray, path: str | Path | Embedded, channels: Sequence[int] | None
 ) -> np.ndarray:
     if channels is None or list(channels) == list(range(samples.shape[1])):
         return samples
@@ -287,7 +288,7 @@ def _choose_channels(
 
 
 def _check_complete(
-    name: str | Path | TarMember, got: int, wanted: int, rate: float, tolerance: float
+    name: str | Path | Embedded, got: int, wanted: int, rate: float, tolerance: float
 ) -> None:
     if got < wanted - tolerance * rate:
         raise AudioError(

@@ -38,6 +38,7 @@ class Limits:
     speed_perturbation: tuple[float, ...] = (1.0,)  # each speed makes an utterance of its own
     framing: Framing = FASTCONFORMER
     text: TextUse = "required"
+    text_column: str | None = None  # field of a row that is its text; None for the usual names
 
     def __post_init__(self) -> None:
         if not 0 < self.min_duration <= self.max_duration:

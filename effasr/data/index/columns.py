@@ -12,7 +12,8 @@ import numpy as np
 from lhotse.cut import Cut
 from lhotse.cut.set import deserialize_cut
 
-from effasr.data.audio.waveform import AudioSegment, TarMember
+from effasr.data.audio.embedded import Embedded, TarMember
+from effasr.data.audio.waveform import AudioSegment
 
 _BLOCK = 2**16  # arrays that are copied at a time
 
@@ -101,7 +102,7 @@ class AudioColumns:
     def __getitem__(self, row: int) -> AudioSegment | Cut:
         if (cut := self.cuts[row]).size:
             return deserialize_cut(json.loads(cut.tobytes()))
-        path: str | TarMember = decode(self.paths[row])
+        path: str | Embedded = decode(self.paths[row])
         if (offset := int(self.member_offsets[row])) >= 0:
             path = TarMember(path, offset, int(self.member_sizes[row]))
         channel = int(self.channels[row])
@@ -127,7 +128,7 @@ class AudioColumnsBuilder:
             segment, channel = AudioSegment("", 0.0, 0.0, (0,)), 0
         path, offset, size = segment.path, -1, 0
         if isinstance(path, TarMember):
-            path, offset, size = path.tar, path.offset, path.size
+            path, offset, size = path.path, path.offset, path.size
         self.paths.append(encode(path))
         self.names.append(encode(cut.id))
         self.cuts.append(content)

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, fields, is_dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, TypeVar, get_type_hints
@@ -210,7 +211,7 @@ class CorpusCache:
     ) -> UtteranceTable:
         arguments = (paths, tokenizer, limits, language, sources)
         folder, files = self._folder, _files(paths)
-        if folder is None or files is None or sum(map(_size, files[0])) < self._least_bytes:
+        if folder is None or files is None or sum(map(_size, chain(*files))) < self._least_bytes:
             return build_table(*arguments, progress=_Progress(_READ, self._note))
         key = _key(arguments, *files)
         path = folder / f"{_name(arguments)}-{key}.corpus"
@@ -440,7 +441,7 @@ def _digest(path: Path) -> str:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size * (_GZIP if path.suffix == ".gz" else 1)
+    return (_stat(str(path))[1] or 0) * (_GZIP if path.suffix == ".gz" else 1)
 
 
 def _tokenizer_digests(tokenizer: Tokenizer) -> list[list[str]]:

@@ -69,7 +69,11 @@ class _Indexer:
     @property
     def options(self) -> ReadOptions:
         default = Prompt(self.language, self.language)
-        return ReadOptions(default, untranscribed=self.limits.text != "required")
+        return ReadOptions(
+            default,
+            untranscribed=self.limits.text != "required",
+            text_column=self.limits.text_column,
+        )
 
     def index(
         self, part: ManifestPart, names: Sequence[str] | None
@@ -85,7 +89,12 @@ class _Indexer:
 
 def _in_turn(path: str | Path, indexer: _Indexer) -> Iterator[IndexBuilder]:
     options = indexer.options
-    utterances = named(path, prompt=options.default, untranscribed=options.untranscribed)
+    utterances = named(
+        path,
+        prompt=options.default,
+        untranscribed=options.untranscribed,
+        text_column=options.text_column,
+    )
     while block := list(islice(utterances, PART)):
         builder = IndexBuilder()
         for name, utterance in block:

@@ -49,7 +49,7 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
     return _from_neighbours(folder, files, options)
 
 
-FORMAT = FolderFormat(detect=lambda folder: True, read=_read, files=lambda folder: None)
+FORMAT = FolderFormat(detect=Path.is_dir, read=_read, files=lambda folder: None)
 
 
 def all_files(folder: Path) -> list[Path]:
@@ -241,6 +241,6 @@ _OTHER_FORMATS = (
     ("*.tsv", "Common Voice or fairseq", "name the table"),
     ("*.stm", "NIST's STM", "write .srt or .ctm files, or a table with `start` and `end`"),
     ("*.TextGrid", "Praat", "write .srt files, or a table with `start` and `end`"),
-    ("*.tar", "a tarred set of NeMo or WebDataset", "unpack the tar files, and name the audio in "
-     "the manifest"),
+    ("*.tar", "a tarred set of NeMo or WebDataset", "name the folder that has them, or the "
+     "manifest"),
 )  # fmt: skip

@@ -60,6 +60,11 @@ def check_text(line: str, origin: str) -> None:
         raise ValueError(f"{origin}: {_not_utf8(ord(escaped.group()) - 0xDC00)}")
 
 
+def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a name has one of these suffixes, also before ``.gz``."""
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
+
+
 def check_file(path: Path) -> None:
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder.")
@@ -103,7 +108,8 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
 
 def first_fields(path: Path) -> dict[str, Any]:
     """Return the first line of a JSON-lines file; empty for a folder and where there is none."""
-    lines = numbered_lines(path) if path.is_file() else iter(())
+    is_text = path.is_file() and not has_suffix(path, (".tar", ".tgz", ".parquet", ".arrow"))
+    lines = numbered_lines(path) if is_text else iter(())
     first = next(lines, None)
     return {} if first is None else parse_object(first[1], f"{path}:{first[0]}")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from effasr.data.manifest.row import AUDIO, IDS, READ, SPEAKER, TEXT, ManifestRow
+from effasr.data.audio.embedded import Embedded
+from effasr.data.manifest.row import AUDIO, END, IDS, READ, SPEAKER, START, TEXT, ManifestRow
 from effasr.data.manifest.utterance import FileUtterance, LineFormat, ReadOptions
 
 
@@ -25,7 +27,9 @@ def parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
         named=name is not None,
         origin=row.origin,
         audio=audio,
-        text=row.transcript(row.first(TEXT), untranscribed=options.untranscribed),
+        text=row.transcript(
+            options.text_column or row.first(TEXT), untranscribed=options.untranscribed
+        ),
         prompt=row.prompt(options.default),
         stated=frozenset(row.stated()),
         offset=offset,
@@ -33,6 +37,45 @@ def parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
         channel=row.channel(),
         speaker=row.name(SPEAKER),
     )
+
+
+def parse_embedded(
+    row: ManifestRow, place: Embedded, name: str, options: ReadOptions
+) -> FileUtterance:
+    """Return the utterance of a line whose audio is inside another file."""
+    row.values = {**row.values, "audio_filepath": place.path}
+    utterance = parse(row, options)
+    return replace(utterance, id=utterance.id if utterance.named else name, embedded=place)
+
+
+def parse_whole(
+    row: ManifestRow, text_name: str, place: Embedded, name: str, options: ReadOptions
+) -> FileUtterance:
+    """Return the utterance that an embedded recording is.
+
+    Other names of it and its span are those in the recording from which it was cut.
+    """
+    if options.unread is not None:
+        options.unread.update(row.values.keys() - READ - {text_name})
+    values = {key: row.values[key] for key in row.values.keys() - {*AUDIO, *START, *END, *TEXT}}
+    text = row.values.get(text_name)
+    if text_name in row.values:
+        values["text"] = text
+    row.values = values
+    return parse_embedded(row, place, name, replace(options, text_column=None))
+
+
+def text_of_several(row: ManifestRow, options: ReadOptions, others: Sequence[str] = ()) -> str:
+    """Return the name of a row's text; several that differ are an error of the whole source."""
+    if options.text_column is not None:
+        return options.text_column
+    names = [name for name in (*others, *TEXT) if row.values.get(name) not in (None, "")]
+    if len({" ".join(str(row.values[name]).split()) for name in names}) > 1:
+        raise ValueError(
+            f"{row.origin}: has texts that differ, {' and '.join(map(repr, names))}: choose by "
+            f"`--text-column {names[0]}`, or in training by data.text_column={names[0]}."
+        )
+    return names[0] if names else TEXT[0]
 
 
 def _parse_line(row: ManifestRow, options: ReadOptions) -> FileUtterance:

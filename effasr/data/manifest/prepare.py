@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import IO, Any, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,13 +32,13 @@ from lhotse.utils import fastcopy
 from effasr.data.atomic_files import atomic_file, naming_errors, write_atomically
 from effasr.data.audio.audio_file import UnknownFormat, open_audio
 from effasr.data.audio.content import channel_powers, check_content
+from effasr.data.audio.embedded import Embedded
 from effasr.data.audio.ffmpeg import write_flac
 from effasr.data.audio.waveform import (
     AudioError,
     AudioHeader,
     AudioProblem,
     AudioSegment,
-    TarMember,
     audio_path,
 )
 from effasr.data.filters.rules import (
@@ -58,7 +58,6 @@ from effasr.data.manifest.reader import named
 from effasr.data.manifest.utterance import (
     CutUtterance,
     FileUtterance,
-    RejectedRow,
     Utterance,
     existing,
 )
@@ -126,6 +125,7 @@ def prepare(
     channel: Channel | None = None,
     convert: bool = False,
     language_map: Mapping[str, str] | None = None,
+    text_column: str | None = None,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -156,7 +156,7 @@ def prepare(
     if limits is None:
         limits = Limits(ctc=not isinstance(tokenizer, WhisperTokenizer))
     unread: Counter[str] = Counter()
-    utterances = named(source, language=language, unread=unread)
+    utterances = named(source, language=language, unread=unread, text_column=text_column)
     report = PrepareReport(str(source))
     with (
         _made(folder),
@@ -364,7 +364,7 @@ class _Audio:
         if file is not None:
             file.close()
 
-    def _header(self, path: str) -> AudioHeader:
+    def _header(self, path: str | Embedded) -> AudioHeader:
         def read() -> list[float]:
             self.release()
             file = open_audio(path)
@@ -403,8 +403,11 @@ class _Audio:
     def _converted(self, utterance: Utterance) -> Utterance:
         """Return an utterance of a copy, where only ffmpeg might read its file."""
         cut = utterance.value if isinstance(utterance, CutUtterance) else None
-        path = existing(utterance.audio) if cut is None else audio_path(cut)
-        if path is None or isinstance(utterance, RejectedRow):
+        if isinstance(utterance, FileUtterance):
+            path = utterance.embedded or existing(utterance.audio)
+        else:
+            path = None if cut is None else audio_path(cut)
+        if path is None:
             return utterance
         try:
             self._header(path)
@@ -415,7 +418,7 @@ class _Audio:
         else:
             return utterance
         if isinstance(utterance, FileUtterance):
-            return replace(utterance, audio=copy, is_lossy=True)
+            return replace(utterance, audio=copy, is_lossy=True, embedded=None)
         header = self._header(copy)
         assert isinstance(cut, DataCut)
         assert cut.recording is not None
@@ -428,23 +431,31 @@ class _Audio:
         )
         return replace(utterance, value=fastcopy(cut, recording=recording), audio=copy)
 
-    def _copy(self, path: str, reason: str) -> str:
+    def _copy(self, path: str | Embedded, reason: str) -> str:
         """Return a copy that ffmpeg makes of a file."""
-        status = os.stat(path)
-        key = _hash(path, status.st_size, status.st_mtime_ns)
-        target = self._copies / f"{Path(path).stem[:60]}-{key[:8]}.flac"
-        with self._locks.setdefault(path, threading.Lock()):  # several parts of a recording
+        file = path.path if isinstance(path, Embedded) else path
+        status = os.stat(file)
+        key = _hash(str(path), status.st_size, status.st_mtime_ns)
+        target = self._copies / f"{Path(file).stem[:60]}-{key[:8]}.flac"
+        # Several utterances may be parts of a recording.
+        with self._locks.setdefault(str(path), threading.Lock()):
             if not target.exists():
                 self._copies.mkdir(exist_ok=True)
-                write_flac(path, target, reason)
+                if isinstance(path, Embedded):
+                    with NamedTemporaryFile(dir=self._copies) as unpacked:
+                        unpacked.write(path.read())
+                        unpacked.flush()
+                        write_flac(unpacked.name, target, reason)
+                else:
+                    write_flac(path, target, reason)
         return str(target.absolute())
 
     def _measured(
-        self, path: str | TarMember, kind: tuple[Any, ...], measure: Callable[[], Any]
+        self, path: str | Embedded, kind: tuple[Any, ...], measure: Callable[[], Any]
     ) -> Any:
         """Return what is known of a file, or measure it; errors are kept as well."""
         try:
-            status = os.stat(path.tar if isinstance(path, TarMember) else path)
+            status = os.stat(path.path if isinstance(path, Embedded) else path)
         except (OSError, ValueError):  # missing
             return measure()
         key = (_MEASURES, str(path), status.st_size, status.st_mtime_ns, *kind)

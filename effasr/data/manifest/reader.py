@@ -15,8 +15,8 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 
 from effasr.data.audio.audio_file import AudioError
-from effasr.data.manifest import cuts, folder, kaldi, nemo, recordings, shar, table
-from effasr.data.manifest.lines import check_file, numbered_lines
+from effasr.data.manifest import cuts, folder, kaldi, nemo, recordings, shar, table, tarred
+from effasr.data.manifest.lines import check_file, has_suffix, numbered_lines
 from effasr.data.manifest.pairs import SOURCE_TEXT
 from effasr.data.manifest.row import ManifestRow
 from effasr.data.manifest.utterance import (
@@ -29,7 +29,10 @@ from effasr.data.manifest.utterance import (
 from effasr.data.prompt import Prompt
 
 LINES = (nemo.FORMAT, cuts.FORMAT)
-FOLDERS = (table.FORMAT, shar.FORMAT, kaldi.FORMAT, recordings.FORMAT, folder.FORMAT)
+FOLDERS = (
+    *(table.FORMAT, tarred.NEMO, shar.FORMAT, kaldi.FORMAT, recordings.FORMAT, tarred.WEB),
+    folder.FORMAT,
+)
 """Formats of lines, and of folders and other files; the first that accepts a manifest reads it."""
 
 _DAMAGED_LINES = 100
@@ -58,13 +61,20 @@ def iterate(
     language: str = "en",
     untranscribed: bool = False,
     prompt: Prompt | None = None,
+    text_column: str | None = None,
 ) -> Iterator[Cut]:
     """Yield the cuts of a manifest; see `named`.
 
     Lines that are no lhotse cuts need the header of their audio file, which is read here: lengths
     are then exact. A prepared folder needs none and is the fast way into training.
     """
-    utterances = named(path, language=language, untranscribed=untranscribed, prompt=prompt)
+    utterances = named(
+        path,
+        language=language,
+        untranscribed=untranscribed,
+        prompt=prompt,
+        text_column=text_column,
+    )
     for name, utterance in utterances:
         if isinstance(utterance, RejectedRow):
             raise ValueError(utterance.reason)
@@ -83,6 +93,7 @@ def named(
     untranscribed: bool = False,
     unread: Counter[str] | None = None,
     prompt: Prompt | None = None,
+    text_column: str | None = None,
 ) -> Iterator[tuple[str, Utterance]]:
     """Yield the utterances of a manifest, each with a unique name; no audio file is opened.
 
@@ -93,7 +104,8 @@ def named(
     """
     names = UniqueNames()
     default = Prompt(language, language) if prompt is None else prompt
-    for utterance in _utterances(Path(path), ReadOptions(default, untranscribed, unread)):
+    options = ReadOptions(default, untranscribed, unread, text_column)
+    for utterance in _utterances(Path(path), options):
         name = names.claim(utterance)
         yield name, checked(name, utterance)
 
@@ -186,8 +198,10 @@ def file_of_lines(path: Path) -> Path | None:
     if path.is_dir():
         file = path / cuts.CUTS_FILE
         return file if file.is_file() else None
+    if any(kind.detect(path) for kind in FOLDERS):
+        return None
     check_file(path)
-    return None if table.FORMAT.detect(path) else path
+    return path
 
 
 def folder_format(path: Path) -> FolderFormat:
@@ -225,7 +239,7 @@ def _lines_and_format(path: Path) -> tuple[Iterator[tuple[int, str]], LineFormat
             problem = problem or error
     if row is None:
         if problem is not None:
-            if table.has_suffix(path):
+            if has_suffix(path, table.SUFFIXES):
                 table.header_of(first[0][1], path)
             raise problem
         return iter(()), cuts.FORMAT

@@ -180,8 +180,8 @@ class ManifestRow:
         audio = absolute(path, self.path.parent)
         if "shard_id" in self.values and not os.path.lexists(audio):
             raise self.error(
-                f"{path!r} is in a tar file, as NeMo's tarred sets have it: unpack the tar files "
-                "beside the manifest.",
+                f"{path!r} is in a tar file, as NeMo's tarred sets have it, but none of its "
+                "number, such as audio_0.tar, is beside the manifest.",
                 name,
             )
         return audio

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from effasr.data.audio.waveform import TarMember
+from effasr.data.audio.embedded import TarMember
 from effasr.data.manifest import cuts
 from effasr.data.manifest.lines import numbered_lines
 from effasr.data.manifest.row import ManifestRow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from effasr.data.manifest import nemo
 from effasr.data.manifest.folder import with_others
-from effasr.data.manifest.lines import check_text, numbered_lines
+from effasr.data.manifest.lines import check_text, has_suffix, numbered_lines
 from effasr.data.manifest.row import AUDIO, READ, TEXT, ManifestRow
 from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
 
@@ -32,7 +32,7 @@ _IGNORED = frozenset(
 
 def _file(path: Path) -> Path | None:
     """Return the table of a manifest: the file itself, or the metadata.csv of a folder."""
-    if has_suffix(path) and path.is_file():
+    if has_suffix(path, SUFFIXES) and path.is_file():
         return path if names_audio(path) else None
     if not path.is_dir() or (path / "metadata.jsonl").is_file():
         return None
@@ -40,10 +40,6 @@ def _file(path: Path) -> Path | None:
     if (path / "clips").is_dir():  # Common Voice
         names += ["train.tsv", "validated.tsv", "dev.tsv", "test.tsv"]
     return next((path / name for name in names if (path / name).is_file()), None)
-
-
-def has_suffix(path: Path) -> bool:
-    return path.name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 def names_audio(path: Path) -> bool:

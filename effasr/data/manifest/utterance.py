@@ -14,6 +14,7 @@ from lhotse import AudioSource, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.cut import Cut
 
 from effasr.data.audio.audio_file import DURATION_TOLERANCE, LOSSY_TOLERANCE
+from effasr.data.audio.embedded import Embedded
 from effasr.data.audio.waveform import (
     AudioError,
     AudioHeader,
@@ -22,6 +23,8 @@ from effasr.data.audio.waveform import (
 )
 from effasr.data.manifest.row import ManifestRow
 from effasr.data.prompt import Prompt
+
+HeaderOf = Callable[[str | Embedded], AudioHeader]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,11 @@ class FileUtterance:
     speaker: str | None = None
     is_lossy: bool = False  # whether the file is a copy of one in a lossy format
     stated: frozenset[str] = frozenset()  # names of `custom_fields` that the source says
+    embedded: Embedded | None = None  # where in the file ``audio`` the recording is
 
-    def cut(self, name: str, header_of: Callable[[str], AudioHeader] = read_header) -> Cut:
+    def cut(self, name: str, header_of: HeaderOf = read_header) -> Cut:
         """Return the utterance as a lhotse cut; the file's header is read."""
-        audio = existing(self.audio)
+        audio = self.embedded or existing(self.audio)
         header = header_of(audio)
         start, duration = self._start_and_duration(header)
         channels = list(range(header.channels))
@@ -58,7 +62,7 @@ class FileUtterance:
                 )
         recording = Recording(
             id=name,
-            sources=[AudioSource("file", channels, audio)],
+            sources=[AudioSource("shar" if self.embedded else "file", channels, str(audio))],
             sampling_rate=header.sample_rate,
             num_samples=header.num_samples,
             duration=header.duration,
@@ -122,7 +126,7 @@ class RejectedRow:
     audio: str = ""
     named: bool = False
 
-    def cut(self, name: str, header_of: Callable[[str], AudioHeader] = read_header) -> Cut:
+    def cut(self, name: str, header_of: HeaderOf = read_header) -> Cut:
         raise AudioError(AudioProblem.ROW, self.reason)
 
 
@@ -139,7 +143,7 @@ class CutUtterance:
     def id(self) -> str:
         return self.value.id
 
-    def cut(self, name: str, header_of: Callable[[str], AudioHeader] = read_header) -> Cut:
+    def cut(self, name: str, header_of: HeaderOf = read_header) -> Cut:
         return self.value if self.value.id == name else self.value.with_id(name)
 
 
@@ -153,7 +157,8 @@ class ReadOptions:
 
     default: Prompt = field(default_factory=Prompt)  # of utterances that do not say otherwise
     untranscribed: bool = False  # whether an utterance may lack a text; it gets an empty one
-    unread: Counter[str] | None = None  # counts the fields of JSON lines that are not read
+    unread: Counter[str] | None = None  # counts the fields that are not read
+    text_column: str | None = None  # field of the text; None for the usual names
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,7 @@ class LineFormat:
 
 @dataclass(frozen=True, slots=True)
 class FolderFormat:
-    """A format of folders.
+    """A format of folders, and of files that are not JSON lines.
 
     ``files`` returns the files whose content decides what is read, and archives of audio; None for
     a folder whose very listing decides.

@@ -13,11 +13,11 @@ import soxr
 
 from effasr.data.audio.audio_file import AudioFile, UnknownFormat, open_audio
 from effasr.data.audio.content import ChannelPowers
+from effasr.data.audio.embedded import Embedded
 from effasr.data.audio.ffmpeg import ffmpeg_blocks, ffmpeg_channels
 from effasr.data.audio.waveform import (
     AudioError,
     AudioProblem,
-    TarMember,
     mono_blocks,
     open_part,
     place,
@@ -38,7 +38,7 @@ class AudioStream:
 
 
 def open_stream(
-    path: str | Path | TarMember,
+    path: str | Path | Embedded,
     sample_rate: int,  # rate of the result in Hz
     *,
     offset: float = 0.0,
@@ -49,11 +49,11 @@ def open_stream(
     """Open a file, or a part of it, as mono; by ffmpeg where soundfile cannot read it."""
     stream = AudioStream(iter(()))
     try:
-        if track and not isinstance(path, TarMember):
+        if track and not isinstance(path, Embedded):
             raise UnknownFormat(AudioProblem.UNREADABLE, f"{path}: has track {track} by ffmpeg.")
         file = open_part(path, offset, duration)
     except UnknownFormat as error:
-        if isinstance(path, TarMember):
+        if isinstance(path, Embedded):
             raise
         stream.blocks = _up_to_damage(
             stream,
@@ -92,7 +92,7 @@ def count_channels(path: str, track: int = 0) -> int:
 def _read(
     stream: AudioStream,
     file: AudioFile,
-    path: str | Path | TarMember,
+    path: str | Path | Embedded,
     begin: int,
     length: int,
     channels: Sequence[int] | None,
@@ -120,7 +120,7 @@ def _read(
             problem = error if problem is None or isinstance(error, AudioError) else problem
     assert isinstance(problem, AudioError)
     recovered = 0
-    if problem.problem == AudioProblem.UNREADABLE and not isinstance(path, TarMember):
+    if problem.problem == AudioProblem.UNREADABLE and not isinstance(path, Embedded):
         offset, missing = (begin + count) / rate, (length - count) / rate
         # Its messages say no more than what is known already.
         with suppress(AudioError):

@@ -132,7 +132,7 @@ def _of_utterance(name: str, utterance: object) -> Source:
     from effasr.data.manifest.utterance import FileUtterance
 
     file = _file_name(name)
-    if isinstance(utterance, FileUtterance):
+    if isinstance(utterance, FileUtterance) and utterance.embedded is None:
         return Source(
             name,
             file,

@@ -1,0 +1,76 @@
+"""The corpus of a NeMo manifest in other containers: tar files and tables."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.corpora import read_lines, write_lines
+
+SHARDS = 2
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def shards(manifest: Path) -> list[list[tuple[Path, dict]]]:
+    """Return the audio files of a manifest with their lines, in order, for each shard."""
+    rows = [(manifest.parent / row["audio_filepath"], row) for row in read_lines(manifest)]
+    size = -(-len(rows) // SHARDS)
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def nemo_tarred(manifest: Path, folder: Path, *, sharded: bool = False) -> Path:
+    lines = []
+    for number, rows in enumerate(shards(manifest)):
+        with tarfile.open(folder / f"audio_{number}.tar", "w") as tar:
+            for path, row in rows:
+                add(tar, path.name, path.read_bytes())
+                lines.append(row | {"audio_filepath": path.name, "shard_id": number})
+    if not sharded:
+        write_lines(folder / "tarred_audio_manifest.json", lines)
+        return folder
+    for number in range(SHARDS):
+        part = [line for line in lines if line["shard_id"] == number]
+        write_lines(folder / f"sharded_manifests/manifest_{number}.json", part)
+    return folder / f"sharded_manifests/manifest__OP_0..{SHARDS - 1}_CL_.json"
+
+
+def web_dataset(manifest: Path, folder: Path) -> Path:
+    for number, rows in enumerate(shards(manifest)):
+        with tarfile.open(folder / f"shard-{number:06}.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+            for path, row in rows:
+                add(tar, path.name, path.read_bytes())
+                fields = {"transcript": row["text"], "language": row["lang"]}
+                add(tar, f"{path.stem}.json", json.dumps(fields).encode())
+    return folder
+
+
+def web_dataset_of_texts(manifest: Path, folder: Path) -> Path:
+    """Texts before all audio, in folders, as GNU tar packs a corpus."""
+    for number, rows in enumerate(shards(manifest)):
+        with tarfile.open(folder / f"a-{number:02}.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+            for path, row in rows:
+                add(tar, f"./txt/{'x' * 120}/{path.stem}.txt", row["text"].encode())
+                add(tar, f"./txt/{'x' * 120}/._{path.stem}.wav", b"resource fork")
+            for path, _ in rows:
+                add(tar, f"./txt/{'x' * 120}/{path.name}", path.read_bytes())
+    return folder / f"a-{{00..{SHARDS - 1:02}}}.tar"
+
+
+SOURCES: dict[str, Callable[[Path, Path], Path]] = {
+    "nemo": nemo_tarred,
+    "nemo sharded": lambda manifest, folder: nemo_tarred(manifest, folder, sharded=True),
+    "webdataset": web_dataset,
+    "webdataset texts": web_dataset_of_texts,
+}
+
+
+def make_source(name: str, manifest: Path, folder: Path) -> Path:
+    """Write the corpus of a manifest of JSON lines in another form; the path is what names it."""
+    folder.mkdir()
+    return SOURCES[name](manifest, folder)
