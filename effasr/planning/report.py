@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -220,7 +221,6 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
   .filled { fill: #4493f8; }
   .rest { fill: #8a4f1d; }
 }"""
-_PANELS = ("frames", "tokens", "FLOPs")
 _CHARACTER = 7.3
 """Mean width of a character, rounded up so that names do not run into bars with any system font."""
 _BAR = 170
@@ -232,43 +232,111 @@ _HEIGHT = 18
 _BASE = 14  # distance of a label's baseline from the top of its bar
 
 
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A column of bars, one for each row; the longest bar takes the whole width."""
+
+    title: str  # above the bars, with the unit
+    filled: Sequence[float]  # lengths of the first parts of the bars
+    labels: Sequence[str]  # to the right of the bars
+    rest: Sequence[float] | None = None  # lengths of the second parts
+
+
 def padding_picture(
     path: Path, results: Sequence[StrategyResult], *, title: str, subtitle: str
 ) -> None:
     """Draw the share of padding in the frames, tokens and FLOPs of each strategy."""
-    rows = {
-        result.strategy: [getattr(result.report, f"padding_{name.lower()}") for name in _PANELS]
-        for result in results
-    }
-    write_atomically(path, draw(rows, title=title, subtitle=subtitle).encode())
+    panels = [
+        Panel(
+            f"{name}: padding %",
+            [1 - share for share in shares],
+            [percent(share) for share in shares],
+            shares,
+        )
+        for name, field in (
+            ("frames", "padding_frames"),
+            ("tokens", "padding_tokens"),
+            ("FLOPs", "padding_flops"),
+        )
+        for shares in [[getattr(result.report, field) for result in results]]
+    ]
+    rows = [result.strategy for result in results]
+    picture = draw(rows, panels, title=title, subtitle=subtitle, legend=("utterances", "padding"))
+    write_atomically(path, picture.encode())
 
 
-def draw(rows: Mapping[str, Sequence[float]], *, title: str, subtitle: str) -> str:
-    """Return a bar for each share of padding as SVG: a row by name, with one for each panel."""
-    names = round(_CHARACTER * max(map(len, rows))) + _GAP
-    lefts = [names + number * (_BAR + _LABEL + _GAP) for number in range(len(_PANELS))]
-    width, height = lefts[-1] + _BAR + _LABEL, _TOP + len(rows) * _ROW + 6
+def draw(
+    rows: Sequence[str],
+    panels: Sequence[Panel],
+    *,
+    title: str,
+    subtitle: str = "",
+    legend: tuple[str, str] | None = None,
+    groups: Sequence[str] | None = None,
+) -> str:
+    """Return panels side by side as SVG; where a row's group changes, it is a heading."""
+    headings, tops = _arrange(len(rows), groups)
+    names = round(_CHARACTER * max(map(len, rows), default=0)) + _GAP
+    width = names + len(panels) * (_BAR + _LABEL + _GAP) - _GAP
+    height = tops[-1] + _ROW + 6 if tops else _TOP
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" '
+        f'viewBox="0 0 {width} {height:g}" role="img" aria-label="{escape(title)}">',
         f"<style>\n{_STYLE}\n</style>",
         _text(0, 18, title, "title"),
         _text(0, 38, subtitle, "quiet"),
+        *(_legend(width, legend) if legend else ()),
+        *(_text(0, top + _BASE, name, "head") for top, name in headings),
+        *(_text(0, top + _BASE, name) for top, name in zip(tops, rows, strict=True)),
     ]
-    for left, kind, meaning in ((210, "filled", "utterances"), (100, "rest", "padding")):
-        parts.append(_bar(width - left, 8, 14, kind, height=12))
-        parts.append(_text(width - left + 20, 18, meaning, "quiet"))
-    for left, name in zip(lefts, _PANELS, strict=True):
-        parts.append(_text(left, _TOP - 14, f"{name}: padding %", "head"))
-    for number, (name, shares) in enumerate(rows.items()):
-        top = _TOP + number * _ROW
-        parts.append(_text(0, top + _BASE, name))
-        for left, share in zip(lefts, shares, strict=True):
-            end = left + _BAR * (1 - share)
-            parts.append(_bar(left, top, end - left, "filled"))
-            parts.append(_bar(end, top, left + _BAR - end, "rest"))
-            parts.append(_text(left + _BAR + 6, top + _BASE, percent(share)))
+    for number, panel in enumerate(panels):
+        remaining = names + number * (_BAR + _LABEL + _GAP)
+        parts.append(_text(remaining, _TOP - 14, panel.title, "head"))
+        parts += _bars(remaining, panel, tops)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _arrange(
+    rows: int, groups: Sequence[str] | None
+) -> tuple[list[tuple[float, str]], list[float]]:
+    """Return the positions of headings and of rows."""
+    headings: list[tuple[float, str]] = []
+    tops: list[float] = []
+    top = float(_TOP)
+    for row in range(rows):
+        if groups is not None and (not row or groups[row] != groups[row - 1]):
+            headings.append((top, groups[row]))
+            top += _ROW
+        tops.append(top)
+        top += _ROW
+    return headings, tops
+
+
+def _bars(left: float, panel: Panel, tops: Sequence[float]) -> list[str]:
+    remainder = panel.rest or [0.0] * len(tops)
+    if not len(panel.filled) == len(panel.labels) == len(remainder) == len(tops):
+        raise ValueError(f"`panels`: {panel.title!r} must have {len(tops)} bars, one for each row.")
+    scale = _BAR / (
+        max((a + b for a, b in zip(panel.filled, remainder, strict=True)), default=0) or 1
+    )
+    parts = []
+    for top, first, second, label in zip(tops, panel.filled, remainder, panel.labels, strict=True):
+        parts.append(_bar(left, top, first * scale, "filled"))
+        parts.append(_bar(left + first * scale, top, second * scale, "rest"))
+        parts.append(_text(left + (first + second) * scale + 6, top + _BASE, label))
+    return parts
+
+
+def _legend(width: float, legend: tuple[str, str]) -> list[str]:
+    parts = []
+    remaining = width - 210.0
+    for kind, meaning in zip(("filled", "rest"), legend, strict=True):
+        parts += [
+            _bar(remaining, 8, 14, kind, height=12),
+            _text(remaining + 20, 18, meaning, "quiet"),
+        ]
+        remaining += 110
+    return parts
 
 
 def _bar(left: float, top: float, width: float, kind: str, height: float = _HEIGHT) -> str:

@@ -22,7 +22,7 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.sampling.cost import CANARY_180M_FLASH
 from effasr.data.tokenizer import train_tokenizer
 from effasr.planning.listing import read_listing, select
-from effasr.planning.report import draw
+from effasr.planning.report import Panel, draw
 from effasr.planning.study import PlanRequest
 
 LIMITS = Limits(ctc=False)
@@ -322,17 +322,23 @@ def widths(picture, kind):
     return [float(rect.attrib["width"]) for rect in rects if rect.attrib["class"] == kind]
 
 
-def test_bars_are_shares_inside_the_picture_and_names_are_escaped():
-    rows = {"<script>": [0.75, 0.0, 1.0], "b": [0.5, 0.25, 0.0]}
-    picture = draw(rows, title='"t" & <u>', subtitle="<p>")
-    full = max(widths(picture, "filled"))
-    assert widths(picture, "filled")[1:] == [
-        full * (1 - x) for shares in rows.values() for x in shares
+def test_lengths_of_bars():
+    panels = [
+        Panel("share", [0.25, 1.0], ["75", "0"], [0.75, 0.0]),
+        Panel("seconds", [3.0, 1.5], ["3.0", "1.5"]),
     ]
-    assert widths(picture, "rest")[1:] == [full * x for shares in rows.values() for x in shares]
+    picture = draw(["a", "b"], panels, title="t")
+    full = max(widths(picture, "filled"))
+    assert widths(picture, "filled") == [full / 4, full, full, full / 2]
+    assert widths(picture, "rest") == [full * 3 / 4, 0, 0, 0]
+
+
+def test_everything_is_inside_and_names_are_escaped():
+    panels = [Panel("<p>", [1.0, 0.0], ["&", '"'])] * 3
+    picture = draw(["<script>", "b"], panels, title='"t" & <u>', legend=("x", "y"))
     root = ElementTree.fromstring(picture)
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"<script>", "<p>", '"t" & <u>', "75.0", "utterances", "padding"} <= set(texts)
+    assert {"<script>", "<p>", '"t" & <u>', "&", "x", "y"} <= set(texts)
     assert root.attrib["aria-label"] == '"t" & <u>'
     width, height = (float(root.attrib[name]) for name in ("width", "height"))
     for rect in root.iter(f"{SVG}rect"):
