@@ -12,6 +12,7 @@ import argparse
 import re
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -485,17 +486,24 @@ def _whisper_finetuning(is_shown: Callable[[Row], bool]) -> str:
     }
     table = [row for row in read("whisper_finetuning") if is_shown(row)]
     lines = []
-    for key, rows in grouped(table, "size", "configuration", "minutes", "seed").items():
-        size, configuration, minutes, _ = key
+    for key, rows in grouped(table, "size", "configuration", "minutes").items():
+        size, configuration, minutes = key
         language = rows[0]["evaluated"]
-        errors = {}
+        errors = defaultdict(list)
         for row in rows:
             evaluated = "new" if row["evaluated"] == language else row["evaluated"]
-            errors[evaluated, row["windows"], row["beam"]] = f"{float(row['wer']):.1f}"
-        core_s = f"{float(rows[0]['cpu_s'] or 0):.0f}"
-        shown = [errors.get(cell, "") for cell in columns.values()]
+            errors[evaluated, row["windows"], row["beam"]].append(float(row["wer"]))
+        core_s = f"{statistics.mean(float(row['cpu_s'] or 0) for row in rows):.0f}"
+        shown = [_of_seeds(errors[cell]) for cell in columns.values()]
         lines.append([f"{size}, {language}", configuration, minutes, core_s, *shown])
     return markdown(["model, language", "training", "minutes", "core s", *columns], lines, texts=2)
+
+
+def _of_seeds(errors: list[float]) -> str:
+    """Return the mean, and the range where there are several seeds."""
+    if len(errors) < 2:
+        return "".join(f"{error:.1f}" for error in errors)
+    return f"{statistics.mean(errors):.1f} ({min(errors):.1f} to {max(errors):.1f})"
 
 
 def whisper_windows() -> str:
