@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import os
 import re
 import shutil
@@ -10,10 +11,14 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet as pq
 
-from effasr.data.audio.waveform import load_audio
+from effasr.data.audio import embedded
+from effasr.data.audio.table_rows import TableRow
+from effasr.data.audio.waveform import AudioError, AudioSegment, load_audio, read_audio
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 from tests.support.corpora import make_loader, read_lines, take_steps, write_lines, write_tone
@@ -213,3 +218,104 @@ def test_parts_of_recordings_of_nemo(nemo, tmp_path):
     parts = [load_audio(cut) for cut in list(read(tmp_path / "out"))[:2]]
     whole = load_audio(next(iter(read(tmp_path / "corpus/train.jsonl"))))
     assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_rows_of_a_table(tmp_path):
+    """Nulls, other types and other names of columns; 44.1 kHz stereo of MP3."""
+    wav = write_tone(tmp_path / "a.wav", 0.5).read_bytes()
+    mp3 = write_tone(tmp_path / "b.mp3", 0.5, rate=44_100, channels=2).read_bytes()
+    contents = [wav, wav, None, b"", b"no audio" * 99, mp3, None]
+    paths = [None, "clips/x.wav", None, None, None, "b.mp3", "a.wav"]
+    table = pa.table(
+        {
+            "clip": pa.array(
+                [
+                    {"bytes": content, "path": path}
+                    for content, path in zip(contents, paths, strict=True)
+                ],
+                pa.struct([("bytes", pa.large_binary()), ("path", pa.large_string())]),
+            ),
+            "transcript": pa.array(["one", None, *["two"] * 5], pa.large_string()),
+            "speaker_id": [7] * 7,
+            "begin_time": [*[99.0] * 6, None],
+            "gender": ["x"] * 7,
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    report = prepare(tmp_path / "a.parquet", tmp_path / "out")
+    cuts = list(read(tmp_path / "out"))
+    assert [cut.id for cut in cuts] == ["a-0", "b", "a"]
+    assert {cut.supervisions[0].speaker for cut in cuts} == {"7"}
+    assert_listed(
+        [line["details"] for line in read_lines(tmp_path / "out/dropped.jsonl")],
+        [
+            "the text is empty",
+            "row 2: `clip` is empty",
+            "the cell is empty",
+            "not a readable audio file",
+        ],
+    )
+    assert report.unread_fields == {"begin_time": 5, "gender": 7}
+    for cut, name in ((cuts[0], "a.wav"), (cuts[1], "b.mp3"), (cuts[2], "a.wav")):
+        assert np.array_equal(load_audio(cut), read_audio(tmp_path / name, duration=cut.duration))
+
+
+def save(folder, table, name="data.arrow"):
+    folder.mkdir()
+    with pa.ipc.new_stream(folder / name, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_tables_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wav = write_tone(tmp_path / "a.wav", 0.5).read_bytes()
+    audio, texts = pa.array([{"bytes": wav}] * 3), ["one", "two", "three"]
+    good = pa.table({"audio": audio, "text": texts})
+    save(Path("saved"), good)
+    os.truncate("saved/data.arrow", os.path.getsize("saved/data.arrow") * 2 // 3)
+    names, details = outcome("saved", tmp_path)
+    assert names == ["data-0", "data-1"][: len(names)]
+    assert names
+    assert_listed(details, [r"data\.arrow: cannot be read to its end"])
+    Path("splits/test").mkdir(parents=True)
+    Path("splits/test/state.json").write_text("{}")
+    Path("splits/dataset_dict.json").write_text("{}")
+    for name in ("train-0", "test-0"):
+        pq.write_table(good, f"{name}.parquet")
+    Path("empty").mkdir()
+    tables = {
+        "two.parquet": {"audio": audio, "text": texts, "raw_text": ["one", "two", "Three"]},
+        "none.parquet": {"audio": audio, "words": texts},
+        "mute.parquet": {"text": texts},
+        "both.parquet": {"a": audio, "b": audio, "text": texts},
+    }
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), Path("empty") / name)
+    Path("empty/cut.parquet").write_bytes(Path("train-0.parquet").read_bytes()[:-9])
+    for source, options, message in (
+        (".", {}, r"several splits, test, train: name one, such as 'test\*\.parquet'"),
+        ("splits", {}, "several splits, test: name one, such as splits/test"),
+        ("empty/two.parquet", {}, r"row 2: has texts that differ, 'text' and 'raw_text'"),
+        ("empty/none.parquet", {}, "no text column: name one of audio, words by `--text-column`"),
+        ("empty/two.parquet", {"text_column": "x"}, "no text column 'x': name one of audio, text"),
+        ("empty/mute.parquet", {}, "has no audio"),
+        ("empty/both.parquet", {}, "several columns may be the audio, a, b"),
+        ("empty/cut.parquet", {}, r"cut\.parquet: cannot be read as a table"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            prepare(source, "refused", **options)
+        assert "\n" not in str(caught.value)
+    report = prepare("empty/none.parquet", "named", text_column="words")
+    assert report.kept.utterances == 3
+    assert prepare("train-*.parquet", "pattern").kept.utterances == 3
+
+
+def test_places_in_tables():
+    place = TableRow("a [1]/x.parquet", 512, 3)
+    assert embedded.parse(str(place)) == place
+    assert embedded.from_numbers(place.path, *embedded.to_numbers(place)) == place
+    with pytest.raises(AudioError, match="No such file") as caught:
+        load_audio(AudioSegment(place, 0.0, 1.0, (0,)))
+    assert caught.value.problem == "missing_audio"

@@ -6,6 +6,8 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import soundfile
+
 from tests.support.corpora import read_lines, write_lines
 
 SHARDS = 2
@@ -45,7 +47,7 @@ def web_dataset(manifest: Path, folder: Path) -> Path:
         with tarfile.open(folder / f"shard-{number:06}.tar", "w", format=tarfile.PAX_FORMAT) as tar:
             for path, row in rows:
                 add(tar, path.name, path.read_bytes())
-                fields = {"transcript": row["text"], "language": row["lang"]}
+                fields = {"transcript": row["text"], "language": row.get("lang", "en")}
                 add(tar, f"{path.stem}.json", json.dumps(fields).encode())
     return folder
 
@@ -62,11 +64,57 @@ def web_dataset_of_texts(manifest: Path, folder: Path) -> Path:
     return folder / f"a-{{00..{SHARDS - 1:02}}}.tar"
 
 
+def parquet(manifest: Path, folder: Path, *, linked: bool = False) -> Path:
+    """Two files of two row groups each."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    features = {"language": {"names": ["de", "en"], "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    for number, rows in enumerate(shards(manifest)):
+        audio = pa.array(
+            [{"bytes": None, "path": str(path)} if linked else
+             {"bytes": path.read_bytes(), "path": path.name} for path, _ in rows],
+            pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+        )  # fmt: skip
+        texts = pa.array([row["text"] for _, row in rows], pa.large_string()).dictionary_encode()
+        languages = pa.array([["de", "en"].index(row.get("lang", "en")) for _, row in rows])
+        table = pa.table({"audio": audio, "sentence": texts, "language": languages})
+        path = folder / f"train-{number:05}-of-{SHARDS:05}.parquet"
+        pq.write_table(table.replace_schema_metadata(metadata), path, row_group_size=6)
+    return folder
+
+
+def saved_to_disk(manifest: Path, folder: Path, *, samples: bool = False) -> Path:
+    """As `save_to_disk` writes it; older datasets have samples in place of files."""
+    import pyarrow as pa
+
+    names = [f"data-{number:05}-of-{SHARDS:05}.arrow" for number in range(SHARDS)]
+    for name, rows in zip(names, shards(manifest), strict=True):
+        cells = []
+        for path, _ in rows:
+            audio, rate = soundfile.read(path, dtype="float32")
+            decoded = {"path": path.name, "array": audio, "sampling_rate": rate}
+            cells.append(decoded if samples else {"bytes": path.read_bytes(), "path": path.name})
+        columns = {"audio": cells, "text": [row["text"] for _, row in rows]}
+        table = pa.table(columns)
+        with pa.ipc.new_stream(folder / name, table.schema) as writer:
+            writer.write_table(table, max_chunksize=4)
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "nemo": nemo_tarred,
     "nemo sharded": lambda manifest, folder: nemo_tarred(manifest, folder, sharded=True),
     "webdataset": web_dataset,
     "webdataset texts": web_dataset_of_texts,
+    "parquet": parquet,
+    "parquet of paths": lambda manifest, folder: parquet(manifest, folder, linked=True),
+    "saved to disk": saved_to_disk,
+    "samples": lambda manifest, folder: saved_to_disk(manifest, folder, samples=True),
 }
 
 

@@ -33,6 +33,7 @@ from effasr.training.loss import LossConfig
 from effasr.training.resolve import resolve_config
 from effasr.training.step import TrainState
 from effasr.training.trainer import run
+from tests.support.sources import make_source
 
 VOCABULARY = 12
 
@@ -173,6 +174,18 @@ def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
             "tensorboard": False,
         },
     )
+
+
+@pytest.fixture
+def make_from_tar(make_config, tones, tmp_path) -> Callable[..., TrainConfig]:
+    source = make_source("webdataset", tones / "train.jsonl", tmp_path / "source")
+    return varied(make_config, data={"train": str(source)})
+
+
+@pytest.fixture
+def make_from_parquet(make_config, tones, tmp_path) -> Callable[..., TrainConfig]:
+    source = make_source("parquet", tones / "train.jsonl", tmp_path / "source")
+    return varied(make_config, data={"train": str(source)})
 
 
 def varied(make: Callable[..., TrainConfig], **defaults) -> Callable[..., TrainConfig]:

@@ -104,6 +104,8 @@ BUCKETED = {"strategy": "sync_bucketed_2d", "buckets": 3}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text": ("make_with_text", {}, {}),
     "text alone": ("make_text_alone", {"freeze": ("encoder",)}, {}),
+    "webdataset": ("make_from_tar", {}, {}),
+    "parquet": ("make_from_parquet", {}, {}),
     "teacher": ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}, {}),
     "pretraining": ("make_pretraining", {"validates": True}, {}),
     "lora": ("make_lora_config", {}, {}),
@@ -122,7 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.representative(case=["text alone", "random", "muon"])
+@pytest.mark.representative(case=["text alone", "random", "muon", "parquet"])
 def test_an_interrupted_run_ends_alike(case, request, model_config, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     maker, training, settings = CASES[case]

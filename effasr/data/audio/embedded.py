@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from effasr.data.audio.table_rows import TableRow
 from effasr.untrusted.files import open_regular
 
 _MOST_BYTES = 4 << 30
@@ -47,10 +48,22 @@ class TarMember:
 
 _TAR_MEMBER = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)
 
-Embedded = TarMember
+Embedded = TarMember | TableRow
 """Where an audio file inside another file is."""
 
 
 def parse(text: str) -> Embedded | None:
     """Return the inverse of ``str``; None where the text is no such place."""
-    return TarMember.parse(text)
+    return TarMember.parse(text) or TableRow.parse(text)
+
+
+def to_numbers(place: Embedded) -> tuple[int, int]:
+    """Return two numbers that say where in its file it is; a column is negative."""
+    if isinstance(place, TarMember):
+        return place.offset, place.size
+    return place.row, -1 - place.column
+
+
+def from_numbers(path: str, first: int, second: int) -> Embedded:
+    """Return the inverse of `to_numbers`."""
+    return TarMember(path, first, second) if second >= 0 else TableRow(path, first, -1 - second)

@@ -12,7 +12,7 @@ import numpy as np
 from lhotse.cut import Cut
 from lhotse.cut.set import deserialize_cut
 
-from effasr.data.audio.embedded import Embedded, TarMember
+from effasr.data.audio.embedded import Embedded, from_numbers, to_numbers
 from effasr.data.audio.waveform import AudioSegment
 
 _BLOCK = 2**16  # arrays that are copied at a time
@@ -86,8 +86,8 @@ class AudioColumns:
     starts: np.ndarray  # float64 (n,), start within the file in seconds
     durations: np.ndarray  # float64 (n,), seconds
     channels: np.ndarray  # int32 (n,), one channel, or -c for the mean of the first c channels
-    member_offsets: np.ndarray  # int64 (n,), of the audio file in its tar file; -1 without one
-    member_sizes: np.ndarray  # int64 (n,), bytes of that audio file
+    member_offsets: np.ndarray  # int64 (n,), see `embedded.to_numbers`; -1 for plain files
+    member_sizes: np.ndarray  # int64 (n,)
     cuts: Ragged  # JSON of the cuts whose audio only lhotse can read; empty for all other rows
 
     def take(self, rows: np.ndarray) -> AudioColumns:
@@ -104,7 +104,7 @@ class AudioColumns:
             return deserialize_cut(json.loads(cut.tobytes()))
         path: str | Embedded = decode(self.paths[row])
         if (offset := int(self.member_offsets[row])) >= 0:
-            path = TarMember(path, offset, int(self.member_sizes[row]))
+            path = from_numbers(path, offset, int(self.member_sizes[row]))
         channel = int(self.channels[row])
         channels = (channel,) if channel >= 0 else tuple(range(-channel))
         return AudioSegment(path, float(self.starts[row]), float(self.durations[row]), channels)
@@ -127,8 +127,8 @@ class AudioColumnsBuilder:
             content = json_of(cut)
             segment, channel = AudioSegment("", 0.0, 0.0, (0,)), 0
         path, offset, size = segment.path, -1, 0
-        if isinstance(path, TarMember):
-            path, offset, size = path.path, path.offset, path.size
+        if not isinstance(path, str):
+            (offset, size), path = to_numbers(path), path.path
         self.paths.append(encode(path))
         self.names.append(encode(cut.id))
         self.cuts.append(content)

@@ -232,10 +232,8 @@ def _other_format(folder: Path) -> str:
 
 
 _OTHER_FORMATS = (
-    ("*.parquet", "a dataset of Hugging Face", "load it with datasets.load_dataset, and write "
-     "its audio as files with metadata.csv"),
-    ("*.arrow", "a dataset of Hugging Face on disk", "load it with datasets.load_from_disk, and "
-     "write its audio as files with metadata.csv"),
+    ("*.parquet", "a dataset of Hugging Face", "name the folder that has them"),
+    ("*.arrow", "a dataset of Hugging Face on disk", "name the folder that has them"),
     ("*.jsonl*", "lhotse", "name the file of cuts, or a folder with one file of recordings and one "
      "of supervisions"),
     ("*.tsv", "Common Voice or fairseq", "name the table"),

@@ -56,7 +56,8 @@ def parse_whole(
     Other names of it and its span are those in the recording from which it was cut.
     """
     if options.unread is not None:
-        options.unread.update(row.values.keys() - READ - {text_name})
+        times = (name for name in (*START, *END) if row.values.get(name) is not None)
+        options.unread.update({*(row.values.keys() - READ), *times} - {text_name})
     values = {key: row.values[key] for key in row.values.keys() - {*AUDIO, *START, *END, *TEXT}}
     text = row.values.get(text_name)
     if text_name in row.values:
@@ -75,7 +76,8 @@ def text_of_several(row: ManifestRow, options: ReadOptions, others: Sequence[str
             f"{row.origin}: has texts that differ, {' and '.join(map(repr, names))}: choose by "
             f"`--text-column {names[0]}`, or in training by data.text_column={names[0]}."
         )
-    return names[0] if names else TEXT[0]
+    # An empty text, if there is one, is still that of the row.
+    return next(iter(names), next((name for name in TEXT if name in row.values), TEXT[0]))
 
 
 def _parse_line(row: ManifestRow, options: ReadOptions) -> FileUtterance:

@@ -15,7 +15,17 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 
 from effasr.data.audio.audio_file import AudioError
-from effasr.data.manifest import cuts, folder, kaldi, nemo, recordings, shar, table, tarred
+from effasr.data.manifest import (
+    cuts,
+    datasets,
+    folder,
+    kaldi,
+    nemo,
+    recordings,
+    shar,
+    table,
+    tarred,
+)
 from effasr.data.manifest.lines import check_file, has_suffix, numbered_lines
 from effasr.data.manifest.pairs import SOURCE_TEXT
 from effasr.data.manifest.row import ManifestRow
@@ -31,7 +41,7 @@ from effasr.data.prompt import Prompt
 LINES = (nemo.FORMAT, cuts.FORMAT)
 FOLDERS = (
     *(table.FORMAT, tarred.NEMO, shar.FORMAT, kaldi.FORMAT, recordings.FORMAT, tarred.WEB),
-    folder.FORMAT,
+    *(datasets.FORMAT, folder.FORMAT),
 )
 """Formats of lines, and of folders and other files; the first that accepts a manifest reads it."""
 
