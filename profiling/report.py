@@ -11,7 +11,7 @@ the ranks of one run; two run directories are compared. Writes
     DIR/report.json   the same figures
     DIR/trace.json    the capture with the findings, for https://ui.perfetto.dev
 
-Needs numpy alone. Exit code 2: an input cannot be used.
+Needs numpy alone, and the folder effasr beside this one. Exit code 2: an input cannot be used.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# The checkout, where effasr is not installed.
+sys.path.append(str(Path(__file__).parents[1]))
 from analysis import intervals, summary
 from analysis.attribution import RULES, Attribution
 from analysis.budget import PARTS, Lane
@@ -31,8 +34,9 @@ from analysis.kineto import MARK
 from analysis.sources import gather, is_run
 from analysis.table import Table
 from analysis.verdict import NAMES, compare
-from report_page.markup import without_controls
 from report_page.page import render
+
+from effasr.untrusted.display import escape_controls
 
 _VERSION = 1
 _MOST_KERNELS = 50_000  # of each rank in the trace: the profiler's own file has the others
@@ -58,11 +62,9 @@ def make(
     else:
         report = reports[0]
     report = {"version": _VERSION} | report
-    # Names are those that the run, its files and its code have.
-    page = without_controls(render(report))
     output.mkdir(parents=True, exist_ok=True)
     _write(output / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
-    _write(output / "report.html", page)
+    _write(output / "report.html", render(report))
     for name, analysis in zip(
         ("trace.json", "trace_before.json"), reversed(analyses), strict=False
     ):
@@ -176,11 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = make(groups, options.output, step_range=options.step_range, skip=options.skip)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"report: {without_controls(str(error))}\n")
+        sys.stderr.write(f"report: {escape_controls(str(error))}\n")
         return 2
     told = report["comparison"] if "comparison" in report else report["verdict"]
     lines = f"{told['text']}\n{options.output / 'report.html'}\n"
-    sys.stdout.write(without_controls(lines))
+    sys.stdout.write(escape_controls(lines))
     return 0
 
 

@@ -104,7 +104,13 @@ def run(options: argparse.Namespace) -> int:
         )
     else:
         names = [path.name for path in checkpoints] if options.averaged else []
-        save(evaluation, folder, model=weights, of_set=set_name(options.manifest), averaged=names)
+        save(
+            *(evaluation, folder),
+            model=weights,
+            of_set=set_name(options.manifest),
+            averaged=names,
+            manifest=os.path.abspath(options.manifest),
+        )
         print_line(f"written to {folder}")
     run = str(options.run)
     print_next(["compare", run, "OTHER"], ["transcribe", run, "FILE"], ["export", run, "OUT"])

@@ -31,6 +31,7 @@ from effasr.cli import (
     init,
     plan,
     prepare,
+    report,
     tokenizer,
     train,
     transcribe,
@@ -258,7 +259,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 _COMMANDS: dict[str, tuple[Callable[[AddCommand], None], ...]] = {
     "data": (prepare.add, tokenizer.add, plan.add, demo_data.add),
     "training": (init.add, recipes.add, calibrate.add, train.add),
-    "results": (evaluate.add, tune.add, compare.add),
+    "results": (evaluate.add, tune.add, compare.add, report.add),
     "use": (transcribe.add, label.add, correction_data.add, chat.add),
     "other programs": (convert.add_import, convert.add_export),
     "installation": (completion.add, doctor.add),

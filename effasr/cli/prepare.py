@@ -20,6 +20,7 @@ from effasr.cli.options import (
     seconds,
 )
 from effasr.cli.progress import progress_counter
+from effasr.cli.report import corpus, write
 
 _FEW_SILENT_ENDS = 0.05  # share of utterances
 
@@ -96,6 +97,9 @@ def add(command: AddCommand) -> None:
         default=0.05,
         metavar="X",
         help="largest share of tokens that the tokenizer may not know (default: 0.05)",
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="write OUT/report.html, as `effasr report OUT` does"
     )
     parser.add_argument(
         "--jobs",
@@ -230,6 +234,9 @@ def run(options: argparse.Namespace) -> int:
         for line in fidelity.lines():
             print_folded(line)
         fidelity.check(options.max_unknown, "--max-unknown")
+    if options.report:
+        page = options.out / "report.html"
+        write(page, corpus(options, options.out, page))
     known = options.tokenizer and options.tokenizer.resolve()
     is_of_model = known is not None and (known.parent / "model.yaml").is_file()
     model = ["--init-from", str(options.tokenizer.parent)] if is_of_model else []

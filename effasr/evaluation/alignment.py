@@ -15,6 +15,7 @@ class Alignment:
     reference: tuple[str, ...]  # words; those with an error in capitals, a missing one as asterisks
     hypothesis: tuple[str, ...]
     kinds: tuple[str, ...]  # kind of each pair: S, D, I, or an empty string for equal words
+    pairs: tuple[tuple[str | None, str | None], ...]  # words as they are; None for a missing one
 
     def lines(self, indent: str = "", limit: int | None = None) -> list[str]:
         rows = (("REF:", self.reference), ("HYP:", self.hypothesis), ("Eval:", self.kinds))
@@ -51,17 +52,18 @@ def align(reference: str, hypothesis: str) -> Alignment:
     """Align two texts with the fewest edits; words are those of `split_words`."""
     expected, received = split_words(reference), split_words(hypothesis)
     result = jiwer.process_words(" ".join(expected), " ".join(received)).alignments[0]
-    words, message, kinds = [], [], []
+    words, message, kinds, pairs = [], [], [], []
     for chunk in result:
         ref = expected[chunk.ref_start_idx : chunk.ref_end_idx]
         hyp = received[chunk.hyp_start_idx : chunk.hyp_end_idx]
         for index in range(max(len(ref), len(hyp))):
             a = ref[index] if index < len(ref) else None
             b = hyp[index] if index < len(hyp) else None
+            pairs.append((a, b))
             words.append(_shown(a, b, chunk.type))
             message.append(_shown(b, a, chunk.type))
             kinds.append("" if chunk.type == "equal" else chunk.type[0].upper())
-    return Alignment(tuple(words), tuple(message), tuple(kinds))
+    return Alignment(tuple(words), tuple(message), tuple(kinds), tuple(pairs))
 
 
 def trn_line(text: str, name: str) -> str:

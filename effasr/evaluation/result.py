@@ -185,6 +185,7 @@ def save(
     model: str | None = None,
     of_set: str | None = None,
     averaged: Sequence[str] = (),
+    manifest: str | None = None,
 ) -> None:
     """Write the files of an evaluation, each atomically; ``wer.json`` is the last.
 
@@ -217,6 +218,8 @@ def save(
         summary["set"] = of_set
     if averaged:
         summary["averaged"] = list(averaged)
+    if manifest is not None:
+        summary["manifest"] = manifest
     write_json(folder / SUMMARY, with_checksum(summary))
 
 

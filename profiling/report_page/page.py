@@ -9,22 +9,26 @@ from typing import Any
 from analysis.budget import PARTS
 from analysis.verdict import NAMES, milliseconds, percent
 
-from report_page import markup, style
-from report_page.markup import (
+from effasr.pages.markup import (
     Cell,
-    duration,
+    bar,
     figure,
     key,
     keyed,
     lead,
     legend,
+    page,
     paragraph,
     records,
-    share,
+    section,
     text,
-    times,
-    unbroken,
+    tiles,
 )
+from effasr.pages.markup import (
+    contents as links,
+)
+from report_page import markup, style
+from report_page.markup import duration, share, times, unbroken
 
 _NOTABLE = 0.005  # ranks whose times differ by less are the same
 
@@ -36,53 +40,42 @@ def render(report: dict[str, Any]) -> str:
     else:
         title = report["name"]
         body = _header(report) + all_of(report)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Where the time goes: {escape(title)}</title><style>{style.CSS}</style></head>"
-        f"<body><main>{body}</main><script>{style.SCRIPT}</script></body></html>\n"
-    )
+    return page(f"Where the time goes: {title}", body)
 
 
 def _header(report: dict[str, Any]) -> str:
     facts = " · ".join(f"{escape(name)}: {escape(fact)}" for name, fact in report["facts"].items())
-    links = "".join(
-        f'<a href="#{identifier}">{escape(title)}</a>' for identifier, title, _ in contents(report)
-    )
     return (
         f"<header><h1>Where the time goes: {escape(report['name'])}</h1>"
         f'<p class="verdict">{unbroken(report["verdict"]["text"])}</p><p>{facts}</p>'
-        f'<nav aria-label="Contents">{links}</nav></header>{_tiles(report)}'
+        f"{links(contents(report))}</header>{_tiles(report)}"
     )
 
 
 def _tiles(report: dict[str, Any]) -> str:
     budget, log = report["budget"], report["log"]
-    tiles: list[tuple[str, str, str]] = []
+    shown: list[tuple[str, str, str]] = []
     if budget:
         step = budget["step_ms"]
         parts = {part["name"]: part for part in budget["parts"]}
         worst = max((p for p in budget["parts"] if p["name"] != "compute"), key=lambda p: p["ns"])
         spread = f"{milliseconds(step['min'])} to {milliseconds(step['max'])}"
-        tiles = [
+        shown = [
             ("a step", milliseconds(step["mean"]), spread if budget["windows"] > 1 else ""),
             ("compute", percent(parts["compute"]["share"]), "of the step"),
             (NAMES[worst["name"]], percent(worst["share"]), "the largest other part"),
         ]
     elif "step_s" in log:
-        tiles = [("a step", milliseconds(log["step_s"]["mean"] * 1e3), "by metrics.jsonl")]
+        shown = [("a step", milliseconds(log["step_s"]["mean"] * 1e3), "by metrics.jsonl")]
     if "audio_hours_per_hour" in log:
-        tiles.append(("audio", f"{log['audio_hours_per_hour']:,.0f} h", "trained on in an hour"))
+        shown.append(("audio", f"{log['audio_hours_per_hour']:,.0f} h", "trained on in an hour"))
     if "padding_frames" in report["padding"]:
-        tiles.append(("padding", percent(report["padding"]["padding_frames"]["mean"]), "of frames"))
+        shown.append(("padding", percent(report["padding"]["padding_frames"]["mean"]), "of frames"))
     if report["ranks"].get("slowest_by", 0.0) >= _NOTABLE:
         ranks = report["ranks"]
         by = f"{percent(ranks['slowest_by'])} over the mean"
-        tiles.append(("slowest", ranks["slowest"], by))
-    return "<dl class=\"tiles\">" + "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
-        for name, value, more in tiles
-    ) + "</dl>"  # fmt: skip
+        shown.append(("slowest", ranks["slowest"], by))
+    return tiles(shown)
 
 
 # The sections of a report of one run, in the order of a reader's questions.
@@ -128,7 +121,7 @@ def contents(report: dict[str, Any]) -> list[tuple[str, str, Callable[[dict[str,
 
 def all_of(report: dict[str, Any]) -> str:
     return "".join(
-        markup.section(title, identifier, content(report))
+        section(title, identifier, content(report))
         for identifier, title, content in contents(report)
     )
 
@@ -379,11 +372,7 @@ def _ranges(ranges: list[dict[str, Any]]) -> str:
         "forward": duration("forward_ms"),
         "backward": duration("backward_ms"),
         "share of work": share("share"),
-        "": lambda entry: Cell(
-            f'<span class="bar" style="width:{max(120 * entry["share"], 1):.0f}px"></span>'
-            if "wall_ms" in entry
-            else ""
-        ),
+        "": lambda entry: Cell(bar(entry["share"]) if "wall_ms" in entry else ""),
     }
     fields = ("forward_ms", "backward_ms", "share")
     last = {field: sum(entry[field] for entry in ranges) for field in fields}
@@ -486,7 +475,7 @@ def _changes(data: dict[str, Any], reports: list[dict[str, Any]]) -> str:
             content += changes("name", data[name], milliseconds, sortable=True)
     if data["log"]:
         content += f"<h3>By the runs' own logs</h3>{changes('figure', data['log'], None)}"
-    return markup.section("What changed", "changes", content)
+    return section("What changed", "changes", content)
 
 
 def _difference(row: dict[str, Any], shown: str) -> str:

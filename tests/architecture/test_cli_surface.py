@@ -43,7 +43,7 @@ SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--language-map MAP",
         "--text-column NAME", "--subsampling {4,8}", "--max-duration SECONDS", "--channel C",
-        "--convert", "--clean LIST", "--max-unknown X",
+        "--convert", "--clean LIST", "--max-unknown X", "--report",
         "--jobs N",
     ],
     "tokenizer": [
@@ -80,6 +80,7 @@ SURFACE = {
         *DECODING, "--nbest N", *SECOND_PASS, *CORRECTOR,
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
+    "report": ["RUN_OR_DATA", "OUT.html", "--tokenizer FOLDER", "--language LANG"],
     "transcribe": [
         *RUN, "FILE...", *MODEL, "--manifest MANIFEST", *PROMPT, "--track N",
         "--channel N", "--per-channel", "--format {text,json,srt,vtt,ctm}", "--json", "--words",

@@ -261,7 +261,7 @@ def test_only_numpy_is_needed(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import report; "
         "code = report.main(sys.argv[2:]); "
-        "sys.exit(code or any(m in sys.modules for m in ('torch', 'pandas', 'effasr', 'scipy')))"
+        "sys.exit(code or any(m in sys.modules for m in ('torch', 'pandas', 'lhotse', 'scipy')))"
     )
     command = [sys.executable, "-c", code, str(ROOT / "profiling"), str(path)]
     subprocess.run([*command, "--output", str(tmp_path / "out")], check=True, timeout=240)

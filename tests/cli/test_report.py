@@ -1,0 +1,179 @@
+"""``effasr report``: the page of a run, of a model directory and of a corpus."""
+
+import json
+import re
+import shutil
+import time
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import soundfile
+
+from effasr.cli.main import main
+from effasr.evaluation.result import Evaluation, ScoredUtterance, save
+from effasr.evaluation.wer import count_errors
+from tests.support.corpora import write_lines, write_tone
+
+HOSTILE = '<script>alert("x")</script></td><img src=x onerror=y>'
+HEBREW = "שלום עולם \u202e"
+
+
+class Page(HTMLParser):
+    """The texts of a page by section, and what its elements refer to."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.html = path.read_text()
+        self.sections, self.tags, self.sources, self._open = {"": ""}, [], [], ""
+        self._hidden = False
+        self.feed(self.html)
+        assert not re.search(r"https?:|@import|url\(|onerror=\"", self.html)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.tags.append((tag, values))
+        self._hidden = tag in ("style", "script")
+        if tag == "section":
+            self._open = values["id"]
+            self.sections[self._open] = ""
+        if tag == "audio":
+            self.sources.append(values["src"])
+
+    def handle_endtag(self, tag):
+        self._hidden = False
+
+    def handle_data(self, data):
+        if not self._hidden:
+            self.sections[self._open] += data
+
+
+def report(*arguments):
+    assert main(["report", *map(str, arguments)]) == 0
+    return Page(arguments[1])
+
+
+@pytest.fixture(scope="module")
+def run(workplace, tmp_path_factory):
+    """A run with an evaluated set."""
+    folder = tmp_path_factory.mktemp("report") / "first"
+    shutil.copytree(workplace.run, folder)
+    assert main(["evaluate", str(folder), str(workplace.folder / "dev")]) == 0
+    return folder
+
+
+def test_the_page_of_a_run_has_curves_sets_utterances_and_what_differs(run, tmp_path):
+    page = report(run, tmp_path / "page.html")
+    titles = ["", "Curves", "Sets", "Worst-utterances", "Examples-over-time", "Where-the-time-went"]
+    assert list(page.sections) == [*titles, "Warnings-and-data", "Configuration"]
+    assert {"Loss", "Learning rate", "Norm of the gradient", "Padding"} <= set(
+        re.findall("<figcaption>(.*?)</figcaption>", page.html)
+    )
+    assert "effasr evaluate" in page.sections["Sets"]
+    result = json.loads((run / "evaluation/dev/wer.json").read_text())
+    assert f"{100 * result['wer_interval'][0]:.2f} to" in page.sections["Sets"]
+    assert "model.encoder.width16" in page.sections["Configuration"]
+    assert "data.prefetch" not in page.sections["Configuration"]
+    assert page.sources
+    assert all(source.startswith("data:audio/flac;base64,") for source in page.sources)
+    curves = [values["points"].split() for tag, values in page.tags if tag == "polyline"]
+    assert len(curves[0]) == 4  # a point for each step
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        (["metrics.jsonl"], "No lines in metrics.jsonl"),
+        (["validation.jsonl", "evaluation"], "No evaluated set"),
+        (["config.yaml"], "No configuration"),
+        (["evaluation/dev/hypotheses.jsonl"], ""),
+        (["metrics.jsonl", "validation.jsonl", "config.yaml"], "No configuration"),
+    ],
+)
+def test_a_page_says_what_a_run_lacks(run, tmp_path, removed, message):
+    broken = tmp_path / "broken"
+    shutil.copytree(run, broken)
+    for name in removed:
+        path = broken / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if (broken / "metrics.jsonl").exists():  # as it is being written
+        with (broken / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 5, "lo')
+    page = report(broken, tmp_path / "page.html")
+    assert message in page.sections.get("Not-there", "")
+
+
+def test_an_empty_folder_is_no_corpus(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_of_others_stay_texts_and_thousands_are_no_more_than_the_worst(tmp_path):
+    texts = [(HOSTILE, HEBREW), (HEBREW, "a"), *(("a b", "a c") for _ in range(5000))]
+    utterances = [
+        ScoredUtterance(f"<i>{n}</i>", "he", *pair, 1.0, count_errors(*pair))
+        for n, pair in enumerate(texts)
+    ]
+    run = tmp_path / "model"
+    save(Evaluation("none", tuple(utterances)), run / "evaluation" / "<b>set", model="x")
+    begin = time.process_time()
+    page = report(run, tmp_path / "page.html")
+    assert time.process_time() - begin < 20
+    assert len(page.html) < 100_000
+    assert {tag for tag, _ in page.tags}.isdisjoint({"img", "i"})
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    worst = page.sections["Worst-utterances"]
+    assert '<script>alert("x")</script></td><img' in worst
+    assert "\\u202e" in worst
+    assert "\u202e" not in page.html
+    assert "שלום" in worst
+    assert ("bdi", {"dir": "auto"}) in page.tags
+    assert "10 utterances" in page.sections["Not-there"]
+
+
+def test_audio_over_the_limit_is_a_link(tmp_path):
+    random = np.random.default_rng(0)  # noise does not compress
+    names = [f"long {n}.wav" for n in range(8)]
+    for name in names:
+        soundfile.write(tmp_path / name, random.uniform(-1, 1, 50 * 16_000), 16_000)
+    write_lines(
+        tmp_path / "m.jsonl",
+        [{"audio_filepath": name, "duration": 50.0, "text": name} for name in names],
+    )
+    (tmp_path / "pages").mkdir()
+    page = report(tmp_path / "m.jsonl", tmp_path / "pages" / "page.html")
+    assert len(page.html) < 9_000_000
+    links = {source for source in page.sources if not source.startswith("data:")}
+    assert "../long%207.wav#t=0,50" in links
+
+
+def test_the_page_of_a_corpus_counts_what_is_wrong_with_it(tmp_path):
+    rows = [
+        {"audio_filepath": f"{n}.wav", "duration": 1 + n / 10, "text": "one two", "speaker": "ann"}
+        for n in range(8)
+    ]
+    for n, row in enumerate(rows):
+        write_tone(tmp_path / row["audio_filepath"], row["duration"], rate=8_000 if n else 16_000)
+    clipped = np.ones(16_000) * np.sign(np.sin(np.arange(16_000) / 20))
+    soundfile.write(tmp_path / "clipped.wav", clipped, 16_000)
+    shutil.copy(tmp_path / "1.wav", tmp_path / "copy.wav")
+    rows += [
+        {"audio_filepath": "clipped.wav", "duration": 1.0, "text": f"{HOSTILE} ß"},
+        {"audio_filepath": "copy.wav", "duration": 1.1, "text": HEBREW, "lang": "he"},
+        {"audio_filepath": "missing.wav", "duration": 1.0, "text": "x"},
+    ]
+    write_lines(tmp_path / "m.jsonl", rows)
+    page = report(tmp_path / "m.jsonl", tmp_path / "page.html")
+    assert "1 cannot be opened" in page.sections[""]
+    assert "8000 Hz, channels: 18" in page.sections["Languages,-speakers,-formats"]
+    assert "latin small letter sharp s" in page.sections["Characters"]
+    assert "full scale in a row: 1, such as clipped" in page.sections["Silence-and-clipping"]
+    duplicates = page.sections["Duplicates"]
+    assert "7 utterances repeat the text of another" in duplicates
+    assert "1 files are copies of another" in duplicates
+    assert "data.min_duration=1.0" in page.sections["Filters"]
+    assert "img" not in {tag for tag, _ in page.tags}
+    folder = tmp_path / "prepared"
+    assert main(["prepare", str(tmp_path / "m.jsonl"), str(folder), "--report"]) == 0
+    assert "missing_audio" in Page(folder / "report.html").sections["Filters"]
