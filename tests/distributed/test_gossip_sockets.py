@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -31,14 +32,14 @@ from effasr.distributed.async_sgd.gossip.gossip import Gossip
 from effasr.distributed.async_sgd.gossip.listener import (
     HELLO_BYTES,
     KEY_BYTES,
-    Challenge,
     HandshakeError,
     Listener,
     introduce,
     own_addresses,
+    verify,
 )
 from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
-from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context
+from effasr.distributed.async_sgd.gossip.tls import TLSConfig, tls_context
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.distributed.process_group import DistributedContext
@@ -263,7 +264,7 @@ def test_files_that_are_not_what_they_should_be_are_named(ours, foreign, tmp_pat
         ({"key": str(locked)}, r"certificate and its private key.*the key is encrypted"),
     ):
         with pytest.raises(ValueError, match=message):
-            client_context(replace(ours, **changed))
+            tls_context(replace(ours, **changed), ssl.PROTOCOL_TLS_CLIENT)
 
 
 def test_a_recipe_names_the_files():
@@ -383,32 +384,18 @@ def test_a_huge_length_of_an_authenticated_peer_takes_no_memory():
 
 
 def test_what_was_recorded_cannot_be_replayed():
-    """A relay records the handshake of learner 0; the listener waits for learner 2 as well."""
-    recorded: list[bytes] = []
-    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(2) as pool:
+    """The listener waits for learner 2 as well."""
+    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(local.accept, {0, 2}, time.monotonic() + 2.0)
-        endpoint = tuple(local.endpoints[0])
-        with socket.create_server(("127.0.0.1", 0)) as relay:
-
-            def record():
-                client, _ = relay.accept()
-                with client, socket.create_connection(endpoint) as server:
-                    client.sendall(server.recv(100))
-                    recorded.append(client.recv(HELLO_BYTES))
-                    server.sendall(recorded[0])
-                    client.sendall(server.recv(100))
-
-            relaying = pool.submit(record)
-            with socket.create_connection(relay.getsockname()) as first:
-                until = time.monotonic() + 5.0
-                introduce(first, local.key, connecting=0, listening=1, until=until)
-            relaying.result()
-        # The key was not on the wire.
-        assert local.key not in recorded[0]
-        with socket.create_connection(endpoint, 5.0) as again:
-            assert len(again.recv(100)) == 32
-            again.sendall(recorded[0])
-            assert again.recv(100) == b""
+        first, again = (socket.create_connection(local.endpoints[0], 5.0) for _ in range(2))
+        with first, again:
+            recorded = hello_to(first.recv(32), local.key)
+            # The key was not on the wire.
+            assert local.key not in recorded
+            assert len(again.recv(32)) == 32
+            for client, size in ((first, 32), (again, 0)):
+                client.sendall(recorded)
+                assert len(client.recv(100)) == size
         result = accepting.result()
     assert list(result) == [0]
     result[0].close()
@@ -416,24 +403,22 @@ def test_what_was_recorded_cannot_be_replayed():
 
 
 def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
-    key = secrets.token_bytes(KEY_BYTES)
-    challenge = Challenge(key, 1)
-    hello, answer = hello_to(challenge.nonce, key), None
-    peer, answer = challenge.verify(hello)
+    key, nonce = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(32)
+    hello = hello_to(nonce, key)
+    peer, reply = verify(hello, nonce, key, 1)
     assert peer == 0
-    with pytest.raises(HandshakeError, match="does not have the key"):
-        Challenge(key, 1).verify(hello)
-    with pytest.raises(HandshakeError, match="looks for another learner"):
-        Challenge(key, 3).verify(hello)
-    with pytest.raises(HandshakeError, match="does not have the key"):
-        challenge.verify(hello[:-32] + answer)
-    for position in range(8, HELLO_BYTES):
-        changed = bytearray(hello)
-        changed[position] ^= 1
-        with pytest.raises(HandshakeError):
-            challenge.verify(bytes(changed))
-    with pytest.raises(HandshakeError, match="does not have the key"):
-        challenge.verify(hello_to(challenge.nonce, secrets.token_bytes(KEY_BYTES)))
+    changed = [hello[:n] + bytes([hello[n] ^ 1]) + hello[n + 1 :] for n in range(8, HELLO_BYTES)]
+    for bad, to, learner in (
+        (hello, secrets.token_bytes(32), 1),
+        (hello[:-32] + reply, nonce, 1),
+        (hello_to(nonce, secrets.token_bytes(KEY_BYTES)), nonce, 1),
+        *((other, nonce, 1) for other in changed[16:]),
+    ):
+        with pytest.raises(HandshakeError, match="does not have the key"):
+            verify(bad, to, key, learner)
+    for bad, learner in ((hello, 3), *((other, 1) for other in changed[8:16])):
+        with pytest.raises(HandshakeError, match="looks for another learner"):
+            verify(bad, nonce, key, learner)
 
 
 def hello_to(nonce: bytes, key: bytes) -> bytes:

@@ -9,12 +9,13 @@ sent: each side proves that it has the key by an HMAC-SHA256 over the nonces of 
 
 A recorded message does not fit the nonces of another connection. A message of one side is not
 valid for the other side, because the role is part of the HMAC. All messages have fixed
-sizes. A program on the path between two learners can still read and change what follows; TLS
-(`effasr.distributed.async_sgd.gossip.tls`) prevents that.
+sizes. A program on the path between two learners can still read and change what follows, unless
+both change to TLS before the last message, which then shows that both certificates were accepted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import hmac
@@ -22,19 +23,16 @@ import ipaddress
 import logging
 import os
 import secrets
-import selectors
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-_VERSION = b"effasr-1"
+_VERSION = b"effasr-2"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _HELLO = struct.Struct(f"!8sqq{_NONCE_BYTES}s{_PROOF_BYTES}s")
@@ -48,44 +46,43 @@ class HandshakeError(Exception):
     """The other side did not authenticate as a member of this run; the message has the reason."""
 
 
-class Challenge:
-    def __init__(self, key: bytes, learner: int) -> None:
-        self._key, self._learner = key, learner
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)  # The first message
-
-    def verify(self, hello: bytes) -> tuple[int, bytes]:
-        """Return the number of the learner that connected, and the reply to it."""
-        version, connecting, listening, nonce, proof = _HELLO.unpack(hello)
-        if version != _VERSION:
-            raise HandshakeError("it speaks another protocol")
-        if listening != self._learner:
-            raise HandshakeError("it looks for another learner")
-        about = self._key, connecting, listening, self.nonce, nonce
-        if not hmac.compare_digest(proof, _proof(_CONNECTS, *about)):
-            raise HandshakeError("it does not have the key of this run")
-        return connecting, _proof(_LISTENS, *about)
+def verify(hello: bytes, nonce: bytes, key: bytes, learner: int) -> tuple[int, bytes]:
+    """Return the number of the learner that connected, and the reply to it."""
+    version, connecting, listening, theirs, proof = _HELLO.unpack(hello)
+    if version != _VERSION:
+        raise HandshakeError("it speaks another protocol")
+    if listening != learner:
+        raise HandshakeError("it looks for another learner")
+    about = key, connecting, listening, nonce, theirs
+    if not hmac.compare_digest(proof, _proof(_CONNECTS, *about)):
+        raise HandshakeError("it does not have the key of this run")
+    return connecting, _proof(_LISTENS, *about)
 
 
 def introduce(
-    connection: socket.socket, key: bytes, *, connecting: int, listening: int, until: float
-) -> None:
-    theirs, local = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
-    about = key, connecting, listening, theirs, local
-    hello = _HELLO.pack(_VERSION, connecting, listening, local, _proof(_CONNECTS, *about))
-    connection.settimeout(_remaining(until))
-    connection.sendall(hello)
-    answer = _receive(connection, _PROOF_BYTES, until)
-    if not hmac.compare_digest(answer, _proof(_LISTENS, *about)):
-        raise HandshakeError("another program answers")
-
-
-def _answer(connection: socket.socket, challenge: Challenge, until: float) -> int:
-    """Answer `introduce`; return the number of the learner that connected."""
-    connection.settimeout(_remaining(until))
-    connection.sendall(challenge.nonce)
-    peer, reply = challenge.verify(_receive(connection, HELLO_BYTES, until))
-    connection.sendall(reply)
-    return peer
+    connection: socket.socket,
+    key: bytes,
+    *,
+    connecting: int,
+    listening: int,
+    until: float,
+    context: ssl.SSLContext | None = None,
+) -> socket.socket:
+    """Return the connection, encrypted if there is a context; it is closed after an error."""
+    try:
+        theirs, local = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
+        about = key, connecting, listening, theirs, local
+        proof = _proof(_CONNECTS, *about)
+        connection.sendall(_HELLO.pack(_VERSION, connecting, listening, local, proof))
+        if context is not None:
+            connection = context.wrap_socket(connection)
+        answer = _receive(connection, _PROOF_BYTES, until)
+        if not hmac.compare_digest(answer, _proof(_LISTENS, *about)):
+            raise HandshakeError("another program answers")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _proof(
@@ -97,21 +94,19 @@ def _proof(
 
 
 def _receive(connection: socket.socket, size: int, until: float) -> bytes:
-    received = bytearray()
+    received = b""
     while len(received) < size:
-        connection.settimeout(_remaining(until))
-        more = connection.recv(size - len(received))
-        if not more:
-            raise HandshakeError("it closed the connection")
-        received += more
-    return bytes(received)
+        if (remaining := until - time.monotonic()) <= 0:
+            raise TimeoutError("it did not answer in time")
+        connection.settimeout(remaining)
+        received += _not_empty(connection.recv(size - len(received)))
+    return received
 
 
-def _remaining(until: float) -> float:
-    remaining = until - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError("it did not answer in time")
-    return remaining
+def _not_empty(received: bytes) -> bytes:
+    if not received:
+        raise HandshakeError("it closed the connection")
+    return received
 
 
 # Finds the addresses at which other nodes can reach this one.
@@ -193,7 +188,7 @@ HANDSHAKE_S = 5.0  # Seconds from the acceptance of a connection to the end of i
 _PENDING = 128  # Largest number of concurrent handshakes; a further connection replaces the oldest
 
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_POLL_S = 0.05  # Largest delay until the last handshake is noticed
+_PAUSE_S = 0.05  # Until descriptors may be free
 
 
 class Listener:
@@ -206,10 +201,8 @@ class Listener:
         self.rejected_connections = 0  # Number of dropped connections
         self._learner, self._context = learner, context
         self._reason = ""
-        self._lock = threading.Lock()
         self._connected: dict[int, socket.socket] = {}
-        # Connections in their handshakes, the oldest first, with the reason if they were dropped
-        self._pending: dict[socket.socket, str] = {}
+        self._handshakes: list[asyncio.Task[None]] = []  # The oldest first
         self._sockets: list[socket.socket] = []
         refused = []
         for address in addresses:
@@ -232,19 +225,8 @@ class Listener:
             local.close()
 
     def accept(self, peers: Collection[int], until: float) -> dict[int, socket.socket]:
-        """Wait until all neighbours have connected.
-
-        Each handshake has a thread of its own, so that a silent connection does not delay others.
-        """
-        with selectors.DefaultSelector() as selector, ThreadPoolExecutor(_PENDING) as pool:
-            for local in self._sockets:
-                selector.register(local, selectors.EVENT_READ)
-            while len(self._connected) < len(peers) and (seconds := until - time.monotonic()) > 0:
-                for ready, _ in selector.select(min(seconds, _POLL_S)):
-                    assert isinstance(ready.fileobj, socket.socket)
-                    self._welcome(ready.fileobj, pool, peers)
-            while self._drop_oldest("it was silent"):
-                pass
+        """Wait until all neighbours have connected; a silent connection does not delay others."""
+        asyncio.run(self._accept(peers, until - time.monotonic()))
         if self.rejected_connections:
             log.warning(
                 "learner %d dropped %d connections that are not of this run (the last: %s)",
@@ -254,77 +236,79 @@ class Listener:
             )
         return self._connected
 
-    def _welcome(
-        self, local: socket.socket, pool: ThreadPoolExecutor, peers: Collection[int]
-    ) -> None:
+    async def _accept(self, peers: Collection[int], seconds: float) -> None:
+        loop, complete = asyncio.get_running_loop(), asyncio.Event()
+        for local in self._sockets:
+            loop.add_reader(local, self._begin, local, peers, complete)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(complete.wait(), seconds)
+        for local in self._sockets:
+            loop.remove_reader(local)
+        # A handshake that was cancelled before it began could not close its connection.
+        await asyncio.sleep(0)
+        for task in self._handshakes:
+            task.cancel("it was silent")
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+
+    def _begin(self, local: socket.socket, peers: Collection[int], complete: asyncio.Event) -> None:
         try:
             connection, address = local.accept()
         except OSError as error:
             # Without a connection to drop, the new one stays readable: a busy loop but for a pause.
-            if error.errno in _NO_DESCRIPTOR and not self._drop_oldest("too many came"):
-                time.sleep(_POLL_S)
+            if error.errno in _NO_DESCRIPTOR and not self._drop_oldest():
+                time.sleep(_PAUSE_S)
             return
-        if len(self._pending) >= _PENDING:
-            self._drop_oldest("too many came")
-        try:
-            if self._context is not None:
-                connection = self._context.wrap_socket(
-                    connection, server_side=True, do_handshake_on_connect=False
-                )
-        except OSError as error:
-            connection.close()
-            with self._lock:
-                self._count(address[0], str(error))
-            return
-        with self._lock:
-            self._pending[connection] = ""
-        until = time.monotonic() + HANDSHAKE_S
-        pool.submit(self._authenticate, connection, address[0], peers, until)
+        if len(self._handshakes) >= _PENDING:
+            self._drop_oldest()
+        connection.setblocking(False)
+        task = asyncio.create_task(self._welcome(connection, address[0], peers, complete))
+        self._handshakes.append(task)
+        task.add_done_callback(self._handshakes.remove)
 
-    def _authenticate(
-        self, connection: socket.socket, address: str, peers: Collection[int], until: float
+    def _drop_oldest(self) -> bool:
+        """Cancel the oldest handshake; return whether there is one."""
+        oldest = next((task for task in self._handshakes if not task.cancelling()), None)
+        return oldest is not None and oldest.cancel("too many came")
+
+    async def _welcome(
+        self,
+        connection: socket.socket,
+        address: str,
+        peers: Collection[int],
+        complete: asyncio.Event,
     ) -> None:
-        peer, reason = None, ""
+        loop, nonce, hello = asyncio.get_running_loop(), secrets.token_bytes(_NONCE_BYTES), b""
         try:
-            if isinstance(connection, ssl.SSLSocket):
-                # The time limit is that of the whole handshake of TLS.
-                connection.settimeout(_remaining(until))
-                connection.do_handshake()
-            peer = _answer(connection, Challenge(self.key, self._learner), until)
-            if peer not in peers:
-                raise HandshakeError(f"learner {peer} is not a neighbour")
-            connection.settimeout(None)
-        except (OSError, HandshakeError) as error:
-            peer, reason = None, str(error)
-            if isinstance(error, TimeoutError):
-                reason = "it was silent"
-        with self._lock:
-            dropped = self._pending.pop(connection)
-            if peer is not None and not dropped:
-                if peer in self._connected:
-                    # The peer missed the reply to its first handshake and connected again.
-                    self._connected[peer].close()
-                self._connected[peer] = connection
-                return
+            async with asyncio.timeout(HANDSHAKE_S):
+                await loop.sock_sendall(connection, nonce)
+                while len(hello) < HELLO_BYTES:
+                    hello += _not_empty(await loop.sock_recv(connection, HELLO_BYTES - len(hello)))
+                peer, reply = verify(hello, nonce, self.key, self._learner)
+                if peer not in peers:
+                    raise HandshakeError(f"learner {peer} is not a neighbour")
+                connection = await asyncio.to_thread(self._reply, connection, reply)
+        except (OSError, HandshakeError, asyncio.CancelledError) as error:
             connection.close()
-            self._count(address, dropped or reason)
+            self.rejected_connections += 1
+            reason = "it was silent" if isinstance(error, TimeoutError) else error
+            self._reason = f"from {address}: {reason}"
+            log.debug("learner %d dropped a connection %s", self._learner, self._reason)
+            return
+        if peer in self._connected:
+            # The peer missed the reply to its first handshake and connected again.
+            self._connected[peer].close()
+        self._connected[peer] = connection
+        if len(self._connected) == len(peers):
+            complete.set()
 
-    def _drop_oldest(self, reason: str) -> bool:
-        """Wake the thread of the oldest handshake, which drops it; False if there is none."""
-        with self._lock:
-            for connection, dropped in self._pending.items():
-                if not dropped:
-                    self._pending[connection] = reason
-                    with suppress(OSError):
-                        # The method of an SSLSocket would switch to plain text before.
-                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-                    return True
-        return False
-
-    def _count(self, address: str, reason: str) -> None:
-        self.rejected_connections += 1
-        self._reason = f"from {address}: {reason}"
-        log.debug("learner %d dropped a connection %s", self._learner, self._reason)
+    def _reply(self, connection: socket.socket, reply: bytes) -> socket.socket:
+        """Change to TLS, if it is configured; its handshake as a whole has the time limit."""
+        connection.settimeout(HANDSHAKE_S)
+        if self._context is not None:
+            connection = self._context.wrap_socket(connection, server_side=True)
+        connection.sendall(reply)
+        connection.settimeout(None)
+        return connection
 
 
 def _listen(address: str) -> socket.socket:

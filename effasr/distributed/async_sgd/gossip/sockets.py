@@ -22,7 +22,7 @@ from effasr.distributed.async_sgd.gossip.listener import (
     introduce,
     own_addresses,
 )
-from effasr.distributed.async_sgd.gossip.tls import TLSConfig, client_context, server_context
+from effasr.distributed.async_sgd.gossip.tls import TLSConfig, tls_context
 from effasr.distributed.async_sgd.gossip.topology import is_active
 
 
@@ -72,13 +72,15 @@ class SocketTransport:
         self._missing: dict[int, str] = {}
         self._closed = False
         _transports.add(self)
-        until = time.monotonic() + timeout_s
-        if is_active(learner):
-            context = None if tls is None else client_context(tls)
+        until, context = time.monotonic() + timeout_s, None
+        connects = is_active(learner)
+        if tls is not None:
+            protocol = ssl.PROTOCOL_TLS_CLIENT if connects else ssl.PROTOCOL_TLS_SERVER
+            context = tls_context(tls, protocol)
+        if connects:
             for peer in peers:
                 self._connect(store, learner, peer, until, context)
         else:
-            context = None if tls is None else server_context(tls)
             self._listen(store, learner, set(peers), until, context)
 
     def send(self, tensor: Tensor, peer: int, timeout_s: float) -> None:
@@ -150,17 +152,16 @@ class SocketTransport:
                 time.sleep(_PAUSE_S)
             for address, port in where["endpoints"]:
                 try:
-                    connection = _opened(address, port, context)
-                except OSError as error:
-                    tried[address] = f"port {port}: {error.strerror or error}"
-                    continue
-                try:
-                    give_up = time.monotonic() + _WELCOME_S
-                    secret = bytes.fromhex(where["key"])
-                    introduce(connection, secret, connecting=learner, listening=peer, until=give_up)
+                    connection = introduce(
+                        socket.create_connection((address, port), _CONNECT_S),
+                        bytes.fromhex(where["key"]),
+                        connecting=learner,
+                        listening=peer,
+                        until=time.monotonic() + _WELCOME_S,
+                        context=context,
+                    )
                 except (OSError, HandshakeError) as error:
-                    connection.close()
-                    tried[address] = f"port {port}: {error}"
+                    tried[address] = f"port {port}: {getattr(error, 'strerror', None) or error}"
                     continue
                 self._keep(peer, connection)
                 return
@@ -185,17 +186,6 @@ class SocketTransport:
                 self._keep(peer, connection)
             self.rejected_connections = listener.rejected_connections
         self._missing = dict.fromkeys(peers - self._connections.keys(), "it did not connect")
-
-
-def _opened(address: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
-    connection = socket.create_connection((address, port), _CONNECT_S)
-    if context is None:
-        return connection
-    try:
-        return context.wrap_socket(connection)
-    except OSError:
-        connection.close()
-        raise
 
 
 def _bytes(tensor: Tensor) -> memoryview:

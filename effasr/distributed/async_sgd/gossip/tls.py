@@ -31,15 +31,8 @@ class TLSConfig:
             check(getattr(self, name), name, "be the path of a PEM file", "empty")
 
 
-def server_context(config: TLSConfig) -> ssl.SSLContext:
-    return _context(config, ssl.PROTOCOL_TLS_SERVER)
-
-
-def client_context(config: TLSConfig) -> ssl.SSLContext:
-    return _context(config, ssl.PROTOCOL_TLS_CLIENT)
-
-
-def _context(config: TLSConfig, protocol: int) -> ssl.SSLContext:
+def tls_context(config: TLSConfig, protocol: int) -> ssl.SSLContext:
+    """Return the context of a side; ``protocol``: ssl.PROTOCOL_TLS_SERVER or _CLIENT."""
     for name in ("ca", "certificate", "key"):
         path = Path(getattr(config, name))
         try:
