@@ -42,6 +42,7 @@ from effasr.nn.lora import adapters, without_adapters
 from effasr.untrusted.documents import WRONG_VALUES, read_json_object, read_yaml
 from effasr.untrusted.files import open_regular, plain_name, read_text
 from effasr.untrusted.mistaken import mistaken
+from effasr.untrusted.remote import localized
 
 DESCRIPTION, WEIGHTS, MANIFEST = "model.yaml", "model.safetensors", "manifest.json"
 _TOKENIZER = "tokenizer"
@@ -244,7 +245,7 @@ def _explaining(path: Path, remedy: str = "") -> Iterator[Path]:
 
 def resolve(path: str | Path) -> Path:
     """Return the model directory of a path: itself, or the best, else the latest, of a run."""
-    path = Path(path)
+    path = localized(path, whole=True)
     if (path / DESCRIPTION).is_file():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

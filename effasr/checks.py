@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
+
+from effasr.untrusted.remote import canonical, is_url, without_credentials
 
 LIMITS = {
     "layers": 1000,
@@ -32,25 +32,12 @@ def check(condition: object, name: str, rule: str, value: Any, remedy: str = "")
         raise ValueError(f"`{name}` must {rule}, but is {value}{f': {remedy}' if remedy else ''}.")
 
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*[A-Za-z0-9]:(//?)")
-"""The protocol of a URL, or several; a `Path` of a URL has one slash only."""
-
-
-def is_url(value: object) -> bool:
-    if not isinstance(value, str | Path) or (match := _URL.match(str(value))) is None:
-        return False
-    return match[1] == "//" or isinstance(value, Path)
-
-
-def without_credentials(url: str) -> str:
-    """Return a URL for messages and logs, without user, password, query and fragment."""
-    return re.sub(r"(?<=/)[^/@]*@|[?#].*", "", url, flags=re.DOTALL)
-
-
-def check_no_url(name: str, value: object) -> None:
-    """Refuse URLs, also in lists: as paths they would name a folder `s3:` of this machine."""
+def check_urls(name: str, value: object, *, allowed: bool) -> None:
+    """Check URLs, also in lists: as paths they would name a folder `s3:` of this machine."""
     for item in value if isinstance(value, list | tuple) else (value,):
-        if is_url(item):
+        if allowed and is_url(item):
+            canonical(item)
+        elif is_url(item):
             rule, remedy = "be a path on this machine", "copy it with `aws s3 cp` or `rclone copy`"
             check(False, name, rule, f"the URL {without_credentials(str(item))[:80]}", remedy)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from effasr.checks import check_no_url
+from effasr.checks import check_urls
 from effasr.untrusted.documents import NUMBER, dump_scalar, dump_yaml, parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
         if key not in fields:
             raise UnknownField(where, str(key), fields)
         annotation = hints[key]
-        check_no_url(where, value)
+        check_urls(where, value, allowed=fields[key].metadata.get("remote", False))
         if value is None and _is_optional_section(fields[key], annotation):
             continue
         values[key] = _convert(annotation, value, where)

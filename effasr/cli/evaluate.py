@@ -28,6 +28,7 @@ from effasr.cli.options import (
 )
 from effasr.cli.progress import decoding_progress
 from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SECOND_PASS
+from effasr.untrusted.remote import url_of
 
 
 def add(command: AddCommand) -> None:
@@ -97,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
     folder = options.output or _default_folder(options)
     # A checkpoint of a run is removed when there are newer ones.
     is_checkpoint = options.run.resolve().parent.name == "checkpoints"
-    if options.output is None and (is_checkpoint or not os.access(options.run, os.W_OK)):
+    if options.output is None and (
+        is_checkpoint or url_of(options.run) or not os.access(options.run, os.W_OK)
+    ):
         reason = "is a checkpoint of a run" if is_checkpoint else "cannot be written to"
         print_folded(
             f"not saved, because {options.run} {reason}: --output FOLDER keeps the results"

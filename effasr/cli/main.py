@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from effasr.checks import check_no_url
+from effasr.checks import check_urls
 from effasr.cli import (
     calibrate,
     compare,
@@ -50,6 +50,7 @@ from effasr.untrusted.display import (
     fold,
     open_standard_streams,
 )
+from effasr.untrusted.remote import is_url, localized, shown
 
 BAD_INPUT = (
     ValueError,
@@ -129,8 +130,7 @@ def _name_home() -> None:
 def _run(options: argparse.Namespace) -> int:
     from effasr_kernels import allow_reference_on_gpu
 
-    for name, value in vars(options).items():
-        check_no_url(name.replace("_", "-"), value)
+    _localize(options)
     # Operations without a kernel for the GPU run their reference, with one warning each.
     before = allow_reference_on_gpu()
     try:
@@ -141,12 +141,29 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
+_REMOTE = {"run": True, "runs": True, "model": True, "manifest": False, "manifests": False}
+"""Arguments that may be URLs, and whether all files of a folder are read."""
+
+
+def _localize(options: argparse.Namespace) -> None:
+    """Replace the URLs of what is read by their files in the cache, and refuse others."""
+    remote = {} if options.command == "init" else _REMOTE
+    if options.command in ("import", "prepare"):
+        remote = remote | {"source": options.command == "import", "tokenizer": True}
+    for name, value in list(vars(options).items()):
+        check_urls(name.replace("_", "-"), value, allowed=name in remote)
+        if name in remote and isinstance(value, list):
+            setattr(options, name, [localized(item, whole=remote[name]) for item in value])
+        elif name in remote and is_url(value):
+            setattr(options, name, localized(value, whole=remote[name]))
+
+
 def _fail(command: str, error: Exception, code: int) -> int:
     from effasr.distributed.failures import PeerFailed, write_torchrun_error
 
     if os.environ.get("EFFASR_TRACEBACK"):
         traceback.print_exc()
-    text = explain(error)
+    text = shown(explain(error))
     write_torchrun_error(escape_controls(text))
     if isinstance(error, PeerFailed):
         # torchrun ends all processes when one exits: wait until the others have reported their

@@ -17,6 +17,7 @@ from effasr.data.mixture import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.options import Strategy, StrategyOptions
 from effasr.data.sampling.packing import EpochEnd
+from effasr.untrusted.remote import localized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +92,10 @@ class DataConfig:
             counted and listed.
     """
 
-    train: str | tuple[str, ...] = ()
+    train: str | tuple[str, ...] = field(default=(), metadata={"remote": True})
     mix: MixConfig | None = None
-    validation: str | tuple[str, ...] = ()
-    tokenizer: str = ""
+    validation: str | tuple[str, ...] = field(default=(), metadata={"remote": True})
+    tokenizer: str = field(default="", metadata={"remote": True})
     speed_perturbation: tuple[float, ...] | None = (1.0,)
     silence_padding: SilencePaddingConfig | None = None
     audio_augmentation: AudioAugmentationConfig = field(default_factory=AudioAugmentationConfig)
@@ -261,10 +262,11 @@ class DataConfig:
 
     @property
     def manifests(self) -> list[tuple[str, int]]:
-        """The manifests to train on, each with the number of its source."""
+        """The manifests to train on, in the cache if remote, each with its source's number."""
         if self.mix is None:
-            return [(path, 0) for path in self.train]
-        return [(path, n) for n, leaf in enumerate(leaves(self.mix)) for path in leaf.manifests]
+            return [(str(localized(path)), 0) for path in self.train]
+        numbered = enumerate(leaves(self.mix))
+        return [(str(localized(path)), n) for n, leaf in numbered for path in leaf.manifests]
 
     @property
     def known_frame_budget(self) -> int:

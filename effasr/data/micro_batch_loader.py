@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment, UnreadableRecording
-from effasr.data.audio.waveform import AudioError, audio_path
+from effasr.data.audio.waveform import AudioError, audio_path, prefetch_audio
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, TextExample
 from effasr.data.config import DataConfig
@@ -110,6 +110,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
             return _part(ref, corpus.text.batch(ref.indices), [])
         examples: list[Any] = []
         skipped: list[Dropped] = []
+        prefetch_audio(corpus.audio(index) for index in ref.indices.tolist())
         worker = get_worker_info()
         slot = 0 if worker is None else worker.id
         try:

@@ -34,7 +34,7 @@ class SourceConfig:
         temperature: Temperature of the level of its sources; by default that of the level above.
     """
 
-    manifests: Paths = ()
+    manifests: Paths = field(default=(), metadata={"remote": True})
     sources: dict[str, SourceConfig | Paths] = field(default_factory=dict)
     weight: float | None = None
     temperature: float | None = None

@@ -395,7 +395,7 @@ class TrainConfig:
     name: str = "run"
     output: str = "runs"
     seed: int = 0
-    init_from: str | None = None
+    init_from: str | None = field(default=None, metadata={"remote": True})
     lora: LoRAConfig | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -441,11 +441,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"`name` must be usable as a folder's name, but is {self.name!r}.")
-        if "://" in self.output:
-            raise ValueError(
-                f"`output` must be a folder of this machine, but is the URL {self.output!r}: mount "
-                "it, or copy the run there when it is done."
-            )
         check(0 <= self.seed < 2**63, "seed", "be at least 0 and fit in 63 bits", self.seed)
 
 

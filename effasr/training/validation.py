@@ -31,6 +31,7 @@ from effasr.training.diagnostics.probe import Probe, ProbeSums
 from effasr.training.fault_tolerance.stop import StopRequest
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.second_pass.text_to_text import TextToText
+from effasr.untrusted.remote import localized
 
 T = TypeVar("T")
 
@@ -76,6 +77,7 @@ class Validator:
         diagnostics = config.training.diagnostics
         for path in config.data.validation:
             name = free_set_name(path, self._sets)
+            path = str(localized(path))
             if is_text_only(path):
                 TextToText(model, tokenizer, self._config.decoding)
                 members = even_sample(pairs(path), self._config.max_utterances, config.seed)

@@ -14,12 +14,17 @@ import tarfile
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from effasr.untrusted import remote
+
 DOCUMENT_BYTES = 64 << 20
 """Largest size in bytes of a JSON file, a tokenizer or another small file of a model."""
 
 
 def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
     """Open a regular file for reading; a ValueError for a FIFO, a device, or one of more bytes."""
+    if (archive := remote.open_archive(path)) is not None:
+        return archive
+    remote.ensure(path)
     _check(path, os.stat(path), most_bytes)
     file = open_checked(path, most_bytes)
     return io.BufferedReader(file)
@@ -93,8 +98,8 @@ class BoundedTar:
         self, file: BinaryIO, unpacked_ratio: int | None = None, unpacked_bytes: int = 0
     ) -> None:
         head = file.read(2)
+        self._end = file.seek(0, os.SEEK_END)
         file.seek(0)
-        self._end = os.fstat(file.fileno()).st_size
         self._file = file
         if unpacked_ratio is not None and head == b"\x1f\x8b":
             self._end = unpacked_ratio * self._end + unpacked_bytes

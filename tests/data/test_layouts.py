@@ -227,11 +227,11 @@ def test_names_that_differ_in_spelling(tmp_path, form) -> None:
     for number, name in enumerate(NAMES):
         write(tmp_path / unicodedata.normalize(form, name), 300 + 100 * number)
     spelled = [unicodedata.normalize("NFC" if form == "NFD" else "NFD", NAMES[0])]
-    spelled += ["sub\\a.wav", "b.wav ", "c d.wav", "https://example.org/a.wav"]
+    spelled += ["sub\\a.wav", "b.wav ", "c d.wav", "file:///a.wav"]
     lines = [{"audio_filepath": name, "text": "a"} for name in spelled]
     selected, dropped = prepared(write_lines(tmp_path / "m.jsonl", lines), tmp_path)
     assert [hertz(cut) for cut in selected] == [300, 400, 500, 600]
-    assert "`audio_filepath` is a URL" in dropped[0]["details"]
+    assert "file:///a.wav: a URL must be of a store or a server" in dropped[0]["details"]
 
 
 BAD = [

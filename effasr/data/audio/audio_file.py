@@ -21,6 +21,7 @@ import soundfile
 
 from effasr.data.audio.containers import Layout, MpegFrames, View, examine
 from effasr.data.audio.embedded import Embedded
+from effasr.untrusted import remote
 from effasr.untrusted.files import open_checked
 
 DURATION_TOLERANCE = 0.1
@@ -56,7 +57,7 @@ class AudioError(ValueError):
     """A recording cannot be used."""
 
     def __init__(self, problem: AudioProblem, message: str) -> None:
-        super().__init__(message)
+        super().__init__(remote.shown(message))
         self.problem = problem
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -312,6 +313,7 @@ def _opened(path: str | Path) -> io.FileIO:
 
 def _regular_file(path: str | Path) -> os.stat_result:
     try:
+        remote.ensure(path)
         result = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise AudioError(AudioProblem.MISSING, f"{path}: there is no such file.") from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from effasr.data.audio.table_rows import TableRow
 from effasr.untrusted.files import open_regular
+from effasr.untrusted.remote import read_at
 
 _MOST_BYTES = 4 << 30
 """Largest size of an embedded audio file, which is read as a whole; a WAV file has no more."""
@@ -38,9 +39,8 @@ class TarMember:
             )
         data = b""
         with open_regular(self.path) as file:
-            if 0 < self.size <= os.fstat(file.fileno()).st_size - self.offset:
-                file.seek(self.offset)
-                data = file.read(self.size)
+            if 0 < self.size <= file.seek(0, os.SEEK_END) - self.offset:
+                data = read_at(file, self.offset, self.size)
         if not data or len(data) < self.size:
             raise ValueError(f"{self}: the tar file ends before.")
         return data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,8 +23,9 @@ from effasr.data.audio.audio_file import (
     reason,
 )
 from effasr.data.audio.cut_sources import check_sources
-from effasr.data.audio.embedded import Embedded
+from effasr.data.audio.embedded import Embedded, TarMember
 from effasr.data.features.frame_geometry import SAMPLE_RATE
+from effasr.untrusted.remote import cache_folder, prefetch
 
 if TYPE_CHECKING:
     # Its import takes a third of a second, which plain files need not wait for.
@@ -179,6 +180,19 @@ def load_audio(
     requested = samples_in(source.duration, sample_rate)
     _check_complete(source.id, mono.shape[0], requested, sample_rate, DURATION_TOLERANCE)
     return _fit(mono, requested)
+
+
+def prefetch_audio(sources: Iterable[Cut | AudioSegment]) -> None:
+    """Download remote audio that is read next, all at the same time."""
+    if not (cache_folder() / "files").is_dir():
+        return
+    parts: list[str | tuple[str, int, int]] = []
+    for source in sources:
+        part = source if isinstance(source, AudioSegment) else AudioSegment.of(source)
+        path = "" if part is None else part.path
+        member = isinstance(path, TarMember)
+        parts.append((path.path, path.offset, path.offset + path.size) if member else path)
+    prefetch(parts)
 
 
 def audio_path(source: Cut | AudioSegment) -> str | None:

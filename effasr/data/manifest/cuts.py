@@ -21,6 +21,7 @@ from effasr.data.audio.waveform import AudioSegment
 from effasr.data.manifest.row import READ, ManifestRow, absolute
 from effasr.data.manifest.utterance import CutUtterance, LineFormat, ReadOptions, custom_fields
 from effasr.data.prompt import Prompt
+from effasr.untrusted.remote import is_url
 
 CUTS_FILE = "cuts.jsonl.gz"  # file that identifies a prepared folder
 
@@ -100,7 +101,7 @@ def make_absolute(cut: Cut, folder: Path) -> None:
     """Make the audio paths of a cut absolute."""
     if isinstance(cut, DataCut) and cut.recording is not None:
         for source in cut.recording.sources:
-            if source.type == "file":
+            if source.type == "file" or is_url(source.source):
                 source.source = absolute(str(source.source), folder)
 
 

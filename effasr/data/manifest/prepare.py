@@ -64,6 +64,7 @@ from effasr.data.manifest.utterance import (
 from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
 from effasr.data.tokenizer.fidelity import TextFidelity
 from effasr.untrusted.display import utf8
+from effasr.untrusted.remote import shown
 
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
@@ -261,7 +262,7 @@ def _check(
     finally:
         audio.release()
     try:
-        line = json_line(cut)
+        line = shown(json_line(cut).decode()).encode()
     except UnicodeEncodeError:
         problem = f"{utterance.audio}: the path must be UTF-8, as manifests are: rename the file."
         return Dropped(name, AudioProblem.UNREADABLE, problem, utterance.audio, duration)

@@ -12,6 +12,7 @@ from typing import Any
 
 from effasr.data.manifest.lines import parse_object
 from effasr.data.prompt import Prompt, Task
+from effasr.untrusted.remote import is_url, local_path
 
 _TASKS: dict[str, Task] = {
     "asr": "transcribe",
@@ -175,9 +176,10 @@ class ManifestRow:
     def audio(self, name: str) -> str:
         """Return the absolute path of an audio file."""
         path = self.string(name)
-        if _URL.match(path):
-            raise self.error(f"`{name}` is a URL, {path[:80]!r}: download it, and name the file.")
-        audio = absolute(path, self.path.parent)
+        try:
+            audio = absolute(path, self.path.parent)
+        except ValueError as error:
+            raise self.error(str(error), name) from error
         if "shard_id" in self.values and not os.path.lexists(audio):
             raise self.error(
                 f"{path!r} is in a tar file, as NeMo's tarred sets have it, but none of its "
@@ -234,11 +236,12 @@ class ManifestRow:
 
 
 _NOT_PLAIN = re.compile(r"//|/\.?(/|$)")  # path parts that a `Path` would normalise
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def absolute(path: str, folder: Path) -> str:
     """Return a path of a manifest in ``folder`` as an absolute path; links stay as they are."""
+    if is_url(path):
+        return str(local_path(path))
     # A Path costs as much as the rest of a line.
     if path.startswith("/") and not _NOT_PLAIN.search(path):
         return path

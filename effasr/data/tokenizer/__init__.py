@@ -26,6 +26,7 @@ from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTok
 from effasr.data.tokenizer.training import train_tokenizer
 from effasr.data.tokenizer.whisper import TimestampTokens, WhisperTokenizer, is_whisper
 from effasr.untrusted.documents import WRONG_VALUES
+from effasr.untrusted.remote import localized
 
 __all__ = [
     "CanaryTokenizer",
@@ -48,7 +49,7 @@ __all__ = [
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """Read a tokenizer: ours, NeMo's, or a folder with Hugging Face's ``tokenizer.json``."""
-    folder = Path(directory)
+    folder = localized(directory, whole=True)
     if (folder / NO_TOKENIZER_FILE).is_file():
         return NoTokenizer()
     for name, kind in ((METADATA_FILE, SentencePieceTokenizer), (NEMO_FILE, NeMoTokenizer)):

@@ -39,6 +39,7 @@ from effasr.data.manifest.row import ManifestRow
 from effasr.data.manifest.utterance import FileUtterance
 from effasr.data.manifest.walk import AUDIO_SUFFIXES
 from effasr.data.prompt import Prompt
+from effasr.untrusted.remote import localized
 
 # Lists and checks the recordings to augment with, and reads them when they are needed.
 
@@ -65,7 +66,7 @@ class Clips:
         for path in paths:
             before = len(samples)
             try:
-                for cut in _cuts(Path(path)):
+                for cut in _cuts(localized(path)):
                     lines.append(json_of(cut))
                     samples.append(samples_in(cut.duration))
             except ValueError as error:

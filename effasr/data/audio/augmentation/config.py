@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from effasr.checks import check
 
@@ -21,7 +21,7 @@ class NoiseConfig:
             utterance and of the noise under it; drawn uniformly.
     """
 
-    manifests: Paths = ()
+    manifests: Paths = field(default=(), metadata={"remote": True})
     probability: float = 0.5
     snr: tuple[float, float] = (5.0, 20.0)
 
@@ -51,7 +51,7 @@ class ReverberationConfig:
             decays by 60 dB (T60); drawn uniformly.
     """
 
-    manifests: Paths = ()
+    manifests: Paths = field(default=(), metadata={"remote": True})
     simulated: bool = False
     probability: float = 0.5
     decay_time: tuple[float, float] = (0.1, 0.8)

@@ -1,0 +1,134 @@
+"""Corpora in object stores, against a real S3 server with faults."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from effasr.data.manifest.reader import read
+from effasr.untrusted import remote
+from tests.support.corpora import load_corpus, make_loader, take_steps
+from tests.support.object_store import object_store
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
+    with object_store(tmp_path / "cache") as opened:
+        yield opened
+    remote._localized.cache_clear()
+    remote._archive_size.cache_clear()
+    remote._broken.clear()
+
+
+def as_files(manifest, folder):
+    shutil.copytree(manifest.parent, folder)
+    return manifest.name
+
+
+def as_shar(manifest, folder):
+    folder.mkdir()
+    read(manifest).to_shar(str(folder), fields={"recording": "flac"}, shard_size=3)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [as_files, as_shar])
+def test_a_remote_corpus_is_the_local_one_sample_by_sample(
+    layout, store, nemo, tokenizer, tmp_path
+):
+    name = layout(nemo(7), tmp_path / "local")
+    url = store.upload(tmp_path / "local", "set")
+    local = load_corpus(tmp_path / "local" / name, tokenizer)
+    corpus = load_corpus(remote.localized(f"{url}/{name}".rstrip("/")), tokenizer)
+    assert corpus.fingerprint == local.fingerprint
+    assert len(corpus) == len(local) == 7
+    for index in (6, 0, 3, 5, 1, 2, 4):
+        assert corpus.name(index) == local.name(index)
+        assert np.array_equal(corpus.example(index).audio, local.example(index).audio)
+    # All of it is in the cache now.
+    store.proxy.requests.clear()
+    remote._localized.cache_clear()
+    again = load_corpus(remote.localized(f"{url}/{name}".rstrip("/")), tokenizer)
+    assert np.array_equal(again.example(3).audio, local.example(3).audio)
+    requests = store.proxy.requests
+    assert not [path for method, path in requests if method == "GET" and "?" not in path]
+
+
+@pytest.mark.parametrize("layout", [as_files, as_shar])
+def test_faults_lose_and_repeat_nothing(layout, store, nemo, tokenizer, tmp_path):
+    """Every kind of fault, at manifests, tar files and recordings, in two epochs."""
+    name = layout(nemo(7), tmp_path / "local")
+    url = store.upload(tmp_path / "local", "set")
+    faults = ["500", "truncate", "reset", "slow", "500", "truncate", "reset"]
+    store.proxy.faults = [("GET", "/set/", fault) for fault in faults]
+    store.proxy.faults += [("HEAD", "/set", fault) for fault in ("500", "reset")]
+    loaders = []
+    for path in (tmp_path / "local" / name, remote.localized(f"{url}/{name}".rstrip("/"))):
+        loader = make_loader(path, tokenizer, micro_batches=1)
+        count = loader.count_steps([0, 1])
+        loaders.append(take_steps(loader, count))
+    assert not store.proxy.faults
+    for expected, step in zip(*loaders, strict=True):
+        assert not step.skipped
+        assert np.array_equal(expected.indices, step.indices)
+        for batch, other in zip(expected.batches, step.batches, strict=True):
+            assert batch.audio.data.equal(other.audio.data)
+
+
+@pytest.mark.parametrize("fault", ["expired", "500"])
+def test_a_shard_that_fails_for_good_is_listed_as_a_broken_file_is(
+    fault, store, nemo, tokenizer, tmp_path, monkeypatch
+):
+    as_shar(nemo(7), tmp_path / "local")
+    path = remote.localized(store.upload(tmp_path / "local", "set"))
+    skipping = make_loader(path, tokenizer, micro_batches=1, on_bad_audio="skip")
+    strict = make_loader(path, tokenizer, micro_batches=1)
+    monkeypatch.setenv("EFFASR_REMOTE_PATIENCE", "0.2")
+    store.proxy.always = {"recording.000001.tar": fault}
+    steps = take_steps(skipping, skipping.count_steps([0, 1]))
+    skipped = [drop for step in steps for drop in step.skipped]
+    assert sorted({drop.id for drop in skipped}) == ["u3", "u4", "u5"]
+    for drop in skipped:
+        assert f"{store.url}/set/recording.000001.tar" in drop.details
+        assert "secret-of-the-test" not in drop.details
+        assert ("renew or set the credentials" in drop.details) == (fault == "expired")
+    with pytest.raises(ValueError, match=r"data\.on_bad_audio=skip"):
+        take_steps(strict, strict.count_steps([0]))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://corpus/gone", "s3://corpus/gone: there is no such file or folder."),
+        ("simplecache::s3://corpus/x", "must be of a store or a server"),
+        ("file:///etc/passwd", "must be of a store or a server"),
+        ("s3://corpus/../x", "must have no empty part"),
+        ("https://h/x.json?X-Amz-Signature=secret", "https://h/x.json: a URL must have neither a"),
+        ("ftp://me:secret@h/x", "ftp://h/x: a URL must have neither a password nor a query"),
+        ("nonsense://x/y", "nonsense://x/y: Protocol not known"),
+    ],
+)
+def test_urls_that_cannot_be_read(url, message, store):
+    with pytest.raises(ValueError, match=r"URL|Protocol|no such file") as caught:
+        remote.localized(url)
+    assert message in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_cache_stays_within_its_size(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_IN_USE_S", -1.0)
+    monkeypatch.setenv("EFFASR_REMOTE_CACHE_GB", "1e-6")
+    folder = tmp_path / "local"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.wav").write_bytes(bytes([number]) * 300)
+    local = remote.localized(store.upload(folder, "set"))
+    for number in (0, 1, 2, 3, 0, 4, 5, 6, 7, 0):
+        assert remote.ensure(local / f"{number}.wav")
+        assert sum(file.stat().st_size for file in local.iterdir()) <= 900
+    # A file that was replaced is downloaded again by the next process.
+    (folder / "0.wav").write_bytes(b"new")
+    store.upload(folder, "set")
+    remote._localized.cache_clear()
+    remote.ensure(remote.localized(f"{store.url}/set") / "0.wav")
+    assert (local / "0.wav").read_bytes() == b"new"
