@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class RemoteError(OSError):
     """A transfer failed for good, although it was tried again."""
 
 
-def is_url(value: object) -> bool:
+def is_url(value: object) -> TypeGuard[str | Path]:
     if not isinstance(value, str | Path) or (match := _URL.match(str(value))) is None:
         return False
     return match[2] == "//" or isinstance(value, Path)

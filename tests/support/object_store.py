@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -53,10 +54,10 @@ class Proxy(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Proxy
 
     def _forward(self) -> None:
-        fault = self.server.fault(self.command, self.path)
+        proxy = cast("Proxy", self.server)
+        fault = proxy.fault(self.command, self.path)
         length = int(self.headers.get("content-length", 0))
         body = self.rfile.read(length) if length else None
         if fault == "reset":
@@ -69,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = (500, b"") if fault == "500" else (403, _EXPIRED)
             self._answer(status, {"Content-Type": "application/xml"}, answer, len(answer))
             return
-        upstream = http.client.HTTPConnection("127.0.0.1", self.server.target)
+        upstream = http.client.HTTPConnection("127.0.0.1", proxy.target)
         headers = {name: value for name, value in self.headers.items()}
         upstream.request(self.command, self.path, body, headers)
         answer = upstream.getresponse()
@@ -94,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, format: str, *arguments: object) -> None:
         """Be silent."""
 
 
