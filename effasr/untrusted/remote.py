@@ -43,7 +43,7 @@ _LOCAL = {
 }
 """Protocols of fsspec for files of this machine, of other files, and of notebooks."""
 
-_ARCHIVES = (".tar", ".parquet", ".arrow")
+_ARCHIVES = (".tar",)  # others are downloaded as a whole
 _TEXTS = (
     *(".json", ".jsonl", ".gz", ".csv", ".tsv", ".txt", ".yaml", ".yml", ".scp", ".stm", ".ctm"),
     *(".srt", ".vtt", ".lab", ".trn", ".model", ".vocab", ""),

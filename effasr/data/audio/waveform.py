@@ -189,9 +189,11 @@ def prefetch_audio(sources: Iterable[Cut | AudioSegment]) -> None:
     parts: list[str | tuple[str, int, int]] = []
     for source in sources:
         part = source if isinstance(source, AudioSegment) else AudioSegment.of(source)
-        path = "" if part is None else part.path
-        member = isinstance(path, TarMember)
-        parts.append((path.path, path.offset, path.offset + path.size) if member else path)
+        path = None if part is None else part.path
+        if isinstance(path, TarMember):
+            parts.append((path.path, path.offset, path.offset + path.size))
+        elif isinstance(path, str):
+            parts.append(path)
     prefetch(parts)
 
 
