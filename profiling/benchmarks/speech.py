@@ -268,7 +268,7 @@ def padded_features(
     packed = PackedSequence(samples, PackedLayout.from_lengths(lengths, device))
     frames = PackedLayout.from_lengths([config.encoder_frames(n) for n in lengths], device)
     mel = LogMel(config).to(device)(packed, frames)
-    counts = [config.mel_frames(length) for length in lengths]
+    counts = [length // config.hop for length in lengths]
     features = mel.values.new_zeros(len(audio), 1 + max(lengths) // config.hop, config.mel_bins)
     for row, (count, begin) in enumerate(zip(counts, frames.cu_seqlens_host, strict=False)):
         first = begin * config.rows_per_frame

@@ -126,12 +126,6 @@ class FeatureConfig:
         )
         return replace(plain, minimum=plain.frames(minimum))
 
-    def mel_frames(self, samples: int) -> int:
-        """Mel frames of an utterance of this many samples; Whisper's fill encoder frames."""
-        if self.kind == "whisper":
-            return self.encoder_frames(samples) * self.rows_per_frame
-        return samples // self.hop
-
     def encoder_frames(self, samples: int) -> int:
         """Encoder frames of an utterance of this many samples."""
         return self.framing.frames(samples)

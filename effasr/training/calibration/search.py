@@ -213,11 +213,6 @@ class Search:
                 replay.load.frames, largest, reason, memory, speed, tuple(self.trials)
             )
 
-    def memory_model(self) -> MemoryModel:
-        """Return the memory model of the first trials, without a search for a budget."""
-        self._first_trials()
-        return self._memory()
-
     def _first_trials(self) -> None:
         longest = self.population.longest
         frames = self._rounded(min(max(_FIRST, 2 * longest), self._cap))
