@@ -102,6 +102,13 @@ def add(command: AddCommand) -> None:
         "--report", action="store_true", help="write OUT/report.html, as `effasr report OUT` does"
     )
     parser.add_argument(
+        "--shards",
+        type=at_least(1),
+        metavar="N",
+        help="write cuts and audio as N shards in OUT/shards, lhotse's Shar format: the source is "
+        "then needed no more",
+    )
+    parser.add_argument(
         "--jobs",
         type=at_least(1),
         default=4,
@@ -186,6 +193,7 @@ def run(options: argparse.Namespace) -> int:
             convert=options.convert,
             language_map=options.language_map,
             text_column=options.text_column,
+            shards=options.shards,
         )
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):

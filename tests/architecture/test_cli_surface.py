@@ -44,7 +44,7 @@ SURFACE = {
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--language-map MAP",
         "--text-column NAME", "--subsampling {4,8}", "--max-duration SECONDS", "--channel C",
         "--convert", "--clean LIST", "--max-unknown X", "--report",
-        "--jobs N",
+        "--shards N", "--jobs N",
     ],
     "tokenizer": [
         "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared",

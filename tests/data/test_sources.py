@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import soundfile
 import torch
+from lhotse import CutSet
 from pyarrow import parquet as pq
 
 from effasr.data.audio import embedded
@@ -52,10 +54,12 @@ def test_batches_are_those_of_plain_files(source, tokenizer, tmp_path):
     path, manifest = source
     plain = batches(manifest, tokenizer)
     assert_equal(batches(path, tokenizer), plain)
-    assert_equal(batches(path, tokenizer, first=1, workers=1), batches(manifest, tokenizer, 1))
-    report = prepare(path, tmp_path / "prepared", tokenizer=tokenizer)
-    assert (report.kept.utterances, report.dropped.utterances) == (20, 0)
-    assert_equal(batches(tmp_path / "prepared", tokenizer), plain)
+    resumed = {"first": 1, "workers": int(path.name == "source")}
+    assert_equal(batches(path, tokenizer, **resumed), batches(manifest, tokenizer, first=1))
+    for name, shards in (("prepared", None), ("sharded", 3)):
+        report = prepare(path, tmp_path / name, shards=shards)
+        assert (report.kept.utterances, report.dropped.utterances) == (20, 0)
+        assert_equal(batches(tmp_path / name, tokenizer), plain)
     names = [cut.id.rpartition("/")[2] for cut in read(path)]
     assert names == [cut.id for cut in read(manifest)]
 
@@ -319,3 +323,51 @@ def test_places_in_tables():
     with pytest.raises(AudioError, match="No such file") as caught:
         load_audio(AudioSegment(place, 0.0, 1.0, (0,)))
     assert caught.value.problem == "missing_audio"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files it opens
+def test_shards_are_read_by_lhotse_as_well(nemo, tmp_path):
+    prepare(manifest := nemo(7), tmp_path / "out", shards=3, jobs=2)
+    theirs = CutSet.from_shar(in_dir=tmp_path / "out/shards")
+    for ours, cut, original in zip(read(tmp_path / "out"), theirs, read(manifest), strict=True):
+        assert ours.id == cut.id
+        assert cut.supervisions[0].text == original.supervisions[0].text
+        assert np.array_equal(cut.load_audio(), original.load_audio())
+
+
+def test_shards_of_parts_and_formats(tmp_path):
+    """Whole files that are compressed are copied; parts have the bits and channels of theirs."""
+    stereo = np.random.default_rng(0).normal(0, 0.1, (24_000, 2))
+    for name, subtype in (("a.wav", "PCM_16"), ("b.wav", "PCM_24"), ("c.flac", "PCM_16")):
+        soundfile.write(tmp_path / name, stereo, 24_000, subtype)
+    write_tone(tmp_path / "d.mp3", 0.5, rate=44_100, channels=2)
+    rows = [
+        {"audio_filepath": "a.wav", "offset": 0.25, "duration": 0.5, "channel": 1},
+        {"audio_filepath": "b.wav", "offset": 0.1, "duration": 0.7},
+        {"audio_filepath": "c.flac"},
+        {"audio_filepath": "d.mp3"},
+    ]
+    lines = [row | {"id": f"x/{number}.y", "text": "one"} for number, row in enumerate(rows)]
+    manifest = write_lines(tmp_path / "train.jsonl", lines)
+    prepare(manifest, tmp_path / "plain")
+    (tmp_path / "out/.shards.partial").mkdir(parents=True)  # of a call that was killed
+    prepare(manifest, tmp_path / "out", shards=9)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("dropped.jsonl", "report.json", "shards")
+    ]
+    suffixes = []
+    for path in sorted((tmp_path / "out/shards").glob("*.tar")):
+        with tarfile.open(path) as file:
+            suffixes += [name.rpartition(".")[2] for name in file.getnames()]
+    assert suffixes == ["flac", "json", "flac", "json", "flac", "json", "mp3", "json"]
+    for name in [row["audio_filepath"] for row in rows]:
+        (tmp_path / name).rename(tmp_path / f"moved-{name}")
+    kept = list(read(tmp_path / "out"))
+    for name in [row["audio_filepath"] for row in rows]:
+        (tmp_path / f"moved-{name}").rename(tmp_path / name)
+    for cut, original in zip(kept, read(tmp_path / "plain"), strict=True):
+        assert cut.id == original.id
+        assert np.array_equal(load_audio(cut), load_audio(original))
+    for shards, out in ((3, "out"), (None, "out"), (3, "plain")):
+        with pytest.raises(ValueError, match="is there already, from another `effasr prepare`"):
+            prepare(manifest, tmp_path / out, shards=shards)

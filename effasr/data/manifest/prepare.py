@@ -55,6 +55,8 @@ from effasr.data.locks import writing_alone
 from effasr.data.manifest.clean import Clean
 from effasr.data.manifest.cuts import CUTS_FILE, json_line, prompt_of, with_prompt
 from effasr.data.manifest.reader import named
+from effasr.data.manifest.shar import SHARDS_FOLDER
+from effasr.data.manifest.shar_writer import encode, write_shards
 from effasr.data.manifest.utterance import (
     CutUtterance,
     FileUtterance,
@@ -119,7 +121,7 @@ def prepare(
     limits: Limits | None = None,
     language: str = "en",
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[..., None] | None = None,
     note: Callable[[Cut, list[int] | None], None] | None = None,
     fidelity: TextFidelity | None = None,
     clean: Clean | None = None,
@@ -127,6 +129,7 @@ def prepare(
     convert: bool = False,
     language_map: Mapping[str, str] | None = None,
     text_column: str | None = None,
+    shards: int | None = None,
 ) -> PrepareReport:
     """Check a manifest and write what can be trained on.
 
@@ -150,8 +153,17 @@ def prepare(
     ``channel`` is that of utterances of which the source names none, in place of the mean. With
     ``convert``, ffmpeg reads what soundfile cannot, into FLAC files below OUT/audio. A call that
     was interrupted is continued by the same call: what it measured is in OUT until the end.
+
+    With ``shards``, OUT/shards is a Shar folder of so many shards (at most one for each utterance)
+    in place of OUT/cuts.jsonl.gz: audio and cuts together, which need the source no more.
     """
     folder = Path(out)
+    for name in (SHARDS_FOLDER,) if shards is None else (SHARDS_FOLDER, CUTS_FILE):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder / name} is there already, from another `effasr prepare`: remove it, or "
+                "choose another folder."
+            )
     if folder.exists() and (not folder.is_dir() or folder.resolve() == Path(source).resolve()):
         raise ValueError(f"{folder}: `out` must be a folder of its own: choose another name.")
     if limits is None:
@@ -192,7 +204,11 @@ def prepare(
             report.changed_texts = fidelity.changed
         report.unread_fields = dict(unread.most_common(100))
         report.mapped_languages = {name: mapped[name] for name in wanted}
-        return _write(folder, report, selected, dropped, has_tokens=tokenizer is not None)
+        report = _write(
+            *(folder, report, selected, dropped, shards, jobs or os.cpu_count() or 1, progress),
+            has_tokens=tokenizer is not None,
+        )
+    return report
 
 
 def _span(cut: Cut, part: AudioSegment | None) -> int:
@@ -548,6 +564,9 @@ def _write(
     report: PrepareReport,
     kept: _Kept,
     dropped: list[tuple[int, Dropped]],
+    shards: int | None,
+    threads: int,
+    progress: Callable[..., None] | None,
     *,
     has_tokens: bool,
 ) -> PrepareReport:
@@ -556,22 +575,36 @@ def _write(
     if not np.isnan(silences).all():
         report.silent_ends = int((silences >= LEAST_SILENCE).sum())
     usual = sum(kept.sizes) / max(sum(kept.durations), 1e-9)  # text per second
-    with (
-        atomic_file(folder / CUTS_FILE) as file,
-        # Neither name nor time go into the header: the same cuts give the same bytes.
-        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
-    ):
+
+    def lines() -> Iterator[bytes]:
         for index, line in enumerate(kept.lines()):
             duration, size = kept.durations[index], kept.sizes[index]
             if outliers[index]:
                 drop = _outlier(line, size / duration, usual, duration, has_tokens=has_tokens)
                 dropped.append((kept.positions[index], drop))
                 continue
-            packed.write(line)
             report.kept.add(duration)
             report.by_language.setdefault(kept.languages[index], Share()).add(duration)
             report.tokens += size if has_tokens else 0
             report.unknown_tokens += kept.unknown[index]
+            yield line
+
+    if shards is None:
+        with (
+            atomic_file(folder / CUTS_FILE) as file,
+            # Neither name nor time go into the header: the same cuts give the same bytes.
+            gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+        ):
+            packed.writelines(lines())
+    else:
+        total = int((~outliers).sum())
+
+        def show(count: int) -> None:
+            if progress is not None:
+                progress(count, total)
+
+        encoded = _in_order(encode, lines(), threads)
+        write_shards(folder / SHARDS_FOLDER, max(1, min(shards, total)), total, encoded, show)
     with atomic_file(folder / DROPPED_FILE) as file:
         for _, drop in sorted(dropped, key=itemgetter(0)):
             file.write(drop.json_line())

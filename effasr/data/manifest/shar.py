@@ -20,11 +20,14 @@ from effasr.data.manifest.row import ManifestRow
 from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
 from effasr.untrusted.files import BoundedTar, open_regular
 
+SHARDS_FOLDER = "shards"  # in what `effasr prepare` writes
 _CUTS = re.compile(r"cuts\.(\d+)\.jsonl(\.gz)?")
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the shards of cuts, in the order of their numbers, and those of audio."""
+    if (folder / SHARDS_FOLDER).is_dir():
+        folder /= SHARDS_FOLDER
     shards = sorted(
         (match[1], path) for path in folder.iterdir() if (match := _CUTS.fullmatch(path.name))
     )
@@ -45,7 +48,7 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
 
 
 FORMAT = FolderFormat(
-    detect=lambda folder: any(_CUTS.fullmatch(path.name) for path in folder.glob("cuts.*")),
+    detect=lambda folder: folder.is_dir() and bool(_files(folder)[0]),
     read=_read,
     files=_files,
 )
