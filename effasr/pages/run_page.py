@@ -44,6 +44,7 @@ from effasr.pages.markup import (
     table,
 )
 from effasr.training.config import TrainConfig
+from effasr.training.loss import LOSSES
 from effasr.training.run_dir.run_directory import (
     DROPPED,
     METRICS,
@@ -55,7 +56,6 @@ from effasr.training.run_dir.run_directory import (
 )
 from effasr.untrusted.documents import WRONG_VALUES, read_yaml
 
-_LOSSES = ("loss", "cross_entropy", "ctc", "transducer", "guided")
 _COLORS = ("--blue", "--orange", "--aqua", "--violet", "--magenta", "--green", "--red", "--yellow")
 _WORST, _EXAMPLES = 10, 30  # utterances of a set, and validations, that are shown
 _LENGTHS = (0, 2, 5, 10, 20, math.inf)  # seconds
@@ -164,7 +164,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], name: str, factor: float = 1.0) -
 def _curves(run: _Run) -> str:
     lines = run.metrics
     losses: list[Series] = []
-    for name, color in zip(_LOSSES, _COLORS, strict=False):
+    for name, color in zip(LOSSES, _COLORS, strict=False):
         points = _curve(lines, name)
         # Parts that the model lacks are 0, and a single one is the loss.
         if any(value for _, value in points) and all(points != known for *_, known in losses):

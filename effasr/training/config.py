@@ -182,7 +182,10 @@ class LoopConfig:
             and replayed, so that the host launches no kernels; needs a GPU. ``auto``: wherever that
             is possible, which ``effasr doctor --recipe RECIPE`` tells. Several ranks then exchange
             gradients after the backward, and not during it.
-        tensorboard: Whether to write curves for TensorBoard.
+        loggers: What else gets the figures, under the same names: ``tensorboard`` (the default),
+            ``wandb`` and ``mlflow``; ``pip install 'effasr[wandb]'`` or ``'effasr[mlflow]'`` has
+            the last two. One that fails is left out, with a warning, and training goes on.
+        tensorboard: Whether TensorBoard, if it is among ``loggers``, gets them.
         diagnostics: Warnings about a model that does not learn as it should; null for none.
         profile: Steps to profile.
     """
@@ -222,6 +225,7 @@ class LoopConfig:
     delayed: DelayedConfig = field(default_factory=DelayedConfig)
     gossip: GossipConfig = field(default_factory=GossipConfig)
     cuda_graph: bool | Literal["auto"] = "auto"
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     tensorboard: bool = True
     diagnostics: DiagnosticsConfig | None = field(default_factory=DiagnosticsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)

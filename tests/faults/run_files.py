@@ -20,12 +20,12 @@ def _evaluation(text: str) -> Evaluation:
 def _write(folder: Path, begin: int, end: int):
     with closing(RunDirectory(folder)) as run:
         run.lock(f"start {begin}")
-        run.open(f"begin: {begin}\n", begin, tensorboard=False)
+        run.open(f"begin: {begin}\n", begin)
         run.dropped([{"id": f"from {begin}"}])
         for step in range(begin + 1, end + 1):
             run.metrics({"step": step, "begin": begin})
             run.skipped({"step": step, "utterances": ["a"]})
-        run.validation({"step": end, "wer": 0.5})
+        run.validation({"step": end, "set": "dev", "wer": 0.5})
         save(_evaluation(f"from {begin}"), folder / "evaluation" / "test")
         run.blend(end, [{"source": f"from {begin}"}])
 

@@ -43,7 +43,7 @@ def _continue(run: Path) -> Any:
     files = {file: sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
     with closing(RunDirectory(run)) as directory:
         directory.load_state_dict(state["files"])
-        directory.open("name: run\n", state["step"], tensorboard=False)
+        directory.open("name: run\n", state["step"])
         directory.dropped([])
     # A line of a log that was changed is left out or kept, with a warning.
     return [files, _digest(run / "config.yaml"), _digest(run / "dropped.jsonl")]

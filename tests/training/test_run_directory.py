@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from effasr.data import locks
 from effasr.data.locks import LOCK, RunLock
 from effasr.training.checkpointing import run_checkpoints
 from effasr.training.checkpointing.run_checkpoints import RunCheckpoints
+from effasr.training.run_dir import loggers
 from effasr.training.run_dir.run_directory import RunDirectory, read_lines
 from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.training.trainer import run
@@ -38,17 +40,17 @@ def steps(path) -> list[int]:
 
 def test_resuming_removes_what_the_lost_stretch_wrote(tmp_path):
     run = RunDirectory(tmp_path / "run")
-    run.open("a: 1\n", 0, tensorboard=False)
+    run.open("a: 1\n", 0)
     for step in (1, 2, 3, 4):
         run.metrics({"step": step, "loss": 0.5})
-    run.validation({"step": 4, "wer": 0.1})
+    run.validation({"step": 4, "set": "dev", "wer": 0.1})
     run.skipped({"step": 3, "utterances": ["a"]})
     # A process killed while it writes leaves half a line.
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
 
     again = RunDirectory(tmp_path / "run")
-    again.open("a: 2\n", 2, tensorboard=False)
+    again.open("a: 2\n", 2)
     assert steps(run.path / "metrics.jsonl") == [1, 2]
     assert steps(run.path / "validation.jsonl") == steps(run.path / "skipped.jsonl") == []
     again.metrics({"step": 3})
@@ -58,29 +60,29 @@ def test_resuming_removes_what_the_lost_stretch_wrote(tmp_path):
 
 def test_a_name_with_another_line_separator_does_not_end_a_line(tmp_path):
     run = RunDirectory(tmp_path)
-    run.open("", 0, tensorboard=False)
+    run.open("", 0)
     for step in (1, 2):
         run.skipped({"step": step, "utterances": ["a\u2028b", "c\x85d"]})
-    run.open("", 2, tensorboard=False)
+    run.open("", 2)
     assert steps(tmp_path / "skipped.jsonl") == [1, 2]
 
 
 def test_file_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
     name = os.fsdecode(b"caf\xe9.wav")
     run = RunDirectory(tmp_path)
-    run.open("", 0, tensorboard=False)
+    run.open("", 0)
     run.dropped([{"id": "a", "audio": name}])
     run.unreadable([{"step": 1, "audio": name}])
     assert [line["audio"] for line in read_lines(tmp_path / "dropped.jsonl")] == [name]
     again = RunDirectory(tmp_path)
     again.load_state_dict(run.state_dict())
-    again.open("", 1, tensorboard=False)
+    again.open("", 1)
     assert [line["audio"] for line in read_lines(tmp_path / "unreadable.jsonl")] == [name]
 
 
 def test_every_line_is_json_of_its_own_and_nan_is_null(tmp_path):
     run = RunDirectory(tmp_path)
-    run.open("", 0, tensorboard=False)
+    run.open("", 0)
     run.dropped([{"id": "ä", "reason": "too long"}, {"id": "b", "reason": "silent"}])
     lines = (tmp_path / "dropped.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["ä", "b"]
@@ -94,7 +96,7 @@ def test_an_older_run_is_set_aside_under_a_free_name(tmp_path):
     run = RunDirectory(tmp_path / "run")
     assert run.set_aside() is None
     for number in (1, 2):
-        run.open("", 0, tensorboard=False)
+        run.open("", 0)
         assert run.set_aside() == tmp_path / f"run.old-{number}"
     assert not run.path.exists()
 
@@ -106,7 +108,7 @@ def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatc
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         aside = run.restart()
-        run.open("", 0, tensorboard=False)
+        run.open("", 0)
         return aside is not None
 
     assert not starts("first", 0)
@@ -132,21 +134,108 @@ def test_a_restart_by_torchrun_keeps_the_run_that_restarted(tmp_path, monkeypatc
     assert not run.path.exists()
 
 
-def test_curves_are_written_for_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
+def tensorboard_points(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last in ((0, 3), (2, 4)):
-        run = RunDirectory(tmp_path)
-        run.open("", first, tensorboard=True)
-        for step in range(first + 1, last + 1):
-            run.metrics({"step": step, "epoch": 0, "loss": float(10 * first + step), "mfu": None})
-        run.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert events.Tags()["scalars"] == ["train/loss"]
-    curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert curve == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+    assert events.Tags()["tensors"] == ["validation/dev/examples/text_summary"]
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+def wandb_points(folder):
+    """Read the files of its offline mode: records in blocks of 32 KiB, as in logs of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    points, ids = {}, set()
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        data, at, content = file.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            size, kind = struct.unpack("<4xHB", data[at : at + 7])
+            content, at = content + data[at + 7 : at + 7 + size], at + 7 + size
+            at += -at % 32768 if -at % 32768 < 7 else 0
+            if kind not in (1, 4):  # a part that is not the last
+                continue
+            record, content = Record.FromString(content), b""
+            ids |= {record.run.run_id} if record.HasField("run") else set()
+            row = {
+                "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            for name, value in row.items():
+                is_figure = name.startswith(("train/", "validation/")) and "examples" not in name
+                if is_figure:
+                    points.setdefault(name, []).append((row["step"], value))
+    assert ids == {json.loads((folder / "loggers.json").read_text())["wandb"]}
+    return points
+
+
+def mlflow_points(folder):
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    (experiment,) = [item for item in client.search_experiments() if item.name == "effasr"]
+    (of_run,) = client.search_runs([experiment.experiment_id])
+    assert of_run.info.status == "FINISHED"
+    identifier = of_run.info.run_id
+    history = {name: client.get_metric_history(identifier, name) for name in of_run.data.metrics}
+    return {name: [(item.step, item.value) for item in items] for name, items in history.items()}
+
+
+POINTS = {
+    "tensorboard": tensorboard_points,
+    "wandb": wandb_points,
+    "mlflow": mlflow_points,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize("name", POINTS)
+def test_loggers_get_the_same_figures_and_continue_a_resumed_run(tmp_path, monkeypatch, name):
+    pytest.importorskip(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    example = {"id": "a", "reference": "b", "hypothesis": "c"}
+    for first, last in ((0, 3), (2, 4)):
+        run = RunDirectory(tmp_path / "run")
+        run.open("name: run\n", first, loggers=[name])
+        for step in range(first + 1, last + 1):
+            # The model has neither CTC nor guided attention.
+            absent = {"ctc": 0.0, "guided": 0.0, "guided_on": True, "mfu": None}
+            run.metrics({"step": step, "epoch": 0, "loss": float(10 * first + step)} | absent)
+        run.validation({"step": last, "epoch": 0, "set": "dev", "wer": 0.5, "examples": [example]})
+        run.close()
+    points = POINTS[name](tmp_path / "run")
+    assert points.keys() == {"train/loss", "validation/dev/wer"}
+    # TensorBoard and readers of the others show the later one of a step.
+    assert dict(points["train/loss"]) == {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
+    assert dict(points["validation/dev/wer"])[4] == 0.5
+
+
+@pytest.mark.parametrize("error", [ImportError("no module"), OSError("no route to host")])
+@pytest.mark.parametrize("fails_at", ["begin", "figures"])
+def test_a_logger_that_fails_warns_once_and_stops_nothing(
+    tmp_path, monkeypatch, caplog, error, fails_at
+):
+    def fail(*_):
+        raise error
+
+    logger = SimpleNamespace(id="", figures=fail, text=fail, close=fail)
+    kind = fail if fails_at == "begin" else lambda *_: logger
+    monkeypatch.setitem(loggers.KINDS, "wandb", kind)
+    run = RunDirectory(tmp_path)
+    run.open("", 0, loggers=["wandb"])
+    for step in (1, 2):
+        run.metrics({"step": step, "loss": 1.0})
+    run.close()
+    (record,) = caplog.records
+    assert "wandb failed and is left out" in record.message
+    assert len(read_lines(run.path / "metrics.jsonl")) == 2
 
 
 HOLD = """
@@ -224,7 +313,7 @@ def test_what_is_set_aside_takes_no_lock_along_and_the_new_folder_has_one(tmp_pa
         directory.lock("one")
         # A folder with a lock alone is not worth keeping.
         assert directory.set_aside() is None
-        directory.open("a: 1\n", 0, tensorboard=False)
+        directory.open("a: 1\n", 0)
         assert directory.set_aside() == tmp_path / "run.old-1"
         assert [file.name for file in (tmp_path / "run.old-1").iterdir()] == ["config.yaml"]
         refused(tmp_path / "run")

@@ -278,7 +278,7 @@ WORLD = DistributedContext(0, 1, torch.device("cpu"))
 @pytest.fixture
 def directory(tmp_path) -> RunDirectory:
     run = RunDirectory(tmp_path)
-    run.open("", 0, tensorboard=False)
+    run.open("", 0)
     return run
 
 

@@ -7,18 +7,18 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
 
 from effasr.config import RUN_CONFIG
 from effasr.data.locks import LOCK, RunLock, launcher, torchrun_job
+from effasr.training.run_dir.loggers import Loggers
 from effasr.untrusted.display import utf8
 from effasr.untrusted.documents import with_checksum_line
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE, DROPPED, BLEND = (
 RESTARTED = "restarted"
 """Name of the file that names torchrun's start of a run with ``training.restart``."""
 
+_IDS = "loggers.json"
+
 _GROWING = (METRICS, VALIDATION, WARNINGS, SKIPPED, UNREADABLE)
 
 
@@ -50,6 +52,7 @@ class RunDirectory:
     dropped.jsonl      one object per utterance that cannot be trained on
     blend.json         amounts drawn from every source, and the intended shares
     tensorboard/       the same figures as curves
+    loggers.json       the ids of the run in other loggers
     checkpoints/       see `effasr.checkpoint`
     evaluation/        the last validation
     lock               exists during training and names the training process
@@ -58,7 +61,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._tensorboard: SummaryWriter | None = None
+        self._loggers: Loggers | None = None
         self._lock: RunLock | None = None
         self._sums: dict[str, list[int]] = {}
         self._expected: dict[str, list[int]] = {}
@@ -128,7 +131,7 @@ class RunDirectory:
         """Let `open` compare the growing files with a `state_dict`."""
         self._expected = dict(state["sums"])
 
-    def open(self, config: str, step: int, *, tensorboard: bool) -> None:
+    def open(self, config: str, step: int, *, loggers: Sequence[str] = ()) -> None:
         """Open the files for writing from a step on; remove later lines.
 
         Lines that were damaged since they were written give a warning: nothing depends on them.
@@ -140,35 +143,46 @@ class RunDirectory:
         _replace(self.path / RUN_CONFIG, with_checksum_line(config))
         for name in _GROWING:
             self._sums[name] = _truncate(self.path / name, step, self._expected.get(name))
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = str(self.path / "tensorboard")
-            self._tensorboard = SummaryWriter(folder, purge_step=step + 1)
+        if self._loggers is not None:
+            self._loggers.close()
+        ids = {}
+        with suppress(OSError, ValueError):
+            ids = json.loads((self.path / _IDS).read_text(encoding="utf-8"))
+        self._loggers = Loggers(loggers, self.path, ids, yaml.safe_load(config) or {}, step)
+        if self._loggers.ids:
+            _replace(self.path / _IDS, json.dumps({**ids, **self._loggers.ids}) + "\n")
 
     def close(self) -> None:
         try:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+            if self._loggers is not None:
+                self._loggers.close()
         finally:
             if self._lock is not None:
                 self._lock.release()
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         self._append(METRICS, line)
-        self._draw("train", line)
+        if self._loggers is not None:
+            self._loggers.figures("train", line)
 
     def validation(self, line: Mapping[str, Any]) -> None:
         self._append(VALIDATION, line)
-        self._draw("validation", line)
+        if self._loggers is not None:
+            group = f"validation/{line['set']}"
+            self._loggers.figures(group, line)
+            texts = (
+                f"{each['id']}\n\nreference: {each['reference']}\n\n"
+                f"hypothesis: {each['hypothesis']}"
+                for each in line.get("examples") or ()
+            )
+            if text := "\n\n".join(texts):
+                self._loggers.text(f"{group}/examples", text, line["step"])
 
     def warning(self, line: Mapping[str, Any], text: str) -> None:
-        """Add a line to warnings.jsonl, and its text to TensorBoard."""
+        """Add a line to warnings.jsonl, and its text to the loggers."""
         self._append(WARNINGS, line)
-        if self._tensorboard is not None:
-            self._tensorboard.add_text("warnings", text, line["step"])
+        if self._loggers is not None:
+            self._loggers.text("warnings", text, line["step"])
 
     def skipped(self, line: Mapping[str, Any]) -> None:
         self._append(SKIPPED, line)
@@ -193,13 +207,6 @@ class RunDirectory:
             file.write(data)
         size, value = self._sums.get(name, (0, 0))
         self._sums[name] = [size + len(data), zlib.crc32(data, value)]
-
-    def _draw(self, group: str, line: Mapping[str, Any]) -> None:
-        if self._tensorboard is None:
-            return
-        for name, value in line.items():
-            if name not in {"step", "epoch"} and isinstance(value, int | float):
-                self._tensorboard.add_scalar(f"{group}/{name}", value, line["step"])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -188,9 +188,10 @@ class RunLog:
         if not is_main:
             return
         text = configuration.dump(config)
-        self.directory.open(text, step, tensorboard=config.training.tensorboard)
-        self._list(dropped)
         settings = config.training
+        loggers = set(settings.loggers) - set(() if settings.tensorboard else ("tensorboard",))
+        self.directory.open(text, step, loggers=sorted(loggers))
+        self._list(dropped)
         self.display = ProgressDisplay(
             settings.known_steps, step, ranks, validate_every=settings.validate_every
         )
