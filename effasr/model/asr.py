@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -138,6 +139,18 @@ class ASRModel(nn.Module):
         for parameter in model.parameters():
             parameter.requires_grad_()
         return model
+
+    @contextmanager
+    def window(self, seconds: float) -> Iterator[None]:
+        """Within the context, let a Whisper hear silence up to ``seconds`` behind an utterance."""
+        config = self.config
+        features = replace(config.features, minimum_s=seconds)
+        try:
+            self.config = replace(config, features=features)
+            self.features.config = features
+            yield
+        finally:
+            self.config, self.features.config = config, config.features
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

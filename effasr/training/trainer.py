@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from effasr import ranges
+from effasr.checkpoint import read_description
 from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.prompt import Prompt
 from effasr.data.worker_processes import check_open_files
@@ -51,6 +52,7 @@ from effasr.training.run_dir.run_log import RunLog
 from effasr.training.run_dir.summary import describe_alignment, describe_data, describe_model
 from effasr.training.step import train_step
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
+from effasr.training.weights import source_of_model
 
 if TYPE_CHECKING:
     from effasr.training.untranscribed.pretraining import LossResult, LossValidator
@@ -404,7 +406,10 @@ class Trainer:
         are_finite = all(self.strategy.context.all_gather(self._check_weights()))
         try:
             with ranges.range("validation"), self._published_weights(), merged(self.model):
-                results = self.validate(self._stop)
+                window = self._window_of_source()
+                results = self.validate(
+                    self._stop, **({} if window is None else {"window": window})
+                )
         except StopInterrupt:
             self.strategy.is_stopping = True
             return False
@@ -415,10 +420,29 @@ class Trainer:
             metric = self._record_losses(cast("Mapping[str, LossResult]", results))
         else:
             metric = self._record_transcripts(cast("Mapping[str, SetResult]", results))
-        self.progress.validation = self.validate.fingerprint
-        self.progress.record_metric(metric if are_finite else math.nan)
+        if window is None:
+            self.progress.validation = self.validate.fingerprint
+            self.progress.record_metric(metric if are_finite else math.nan)
         self._clock.reset("validate_every")
         return True
+
+    def _window_of_source(self) -> float | None:
+        """Return the silence that an imported Whisper is used to, where training has another.
+
+        It is how good the model was before; without its silence it repeats itself.
+        """
+        source = source_of_model(self.config, None)
+        if self.progress.step or source is None or self.config.model.features.kind != "whisper":
+            return None
+        before = read_description(source).model.features
+        if before.kind != "whisper" or before.minimum_s == self.config.model.features.minimum_s:
+            return None
+        self.log.show(
+            f"step 0 is validated with silence up to {before.minimum_s:g} s, as the model was "
+            f"trained; training has model.features.minimum_s="
+            f"{self.config.model.features.minimum_s:g}"
+        )
+        return before.minimum_s
 
     def _record_losses(self, results: Mapping[str, LossResult]) -> float:
         for name, result in results.items():

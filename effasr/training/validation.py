@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -114,17 +115,21 @@ class Validator:
         # Of the sets and how they are scored: results are only comparable where it is the same.
         self.fingerprint = digest.hexdigest()
 
-    def __call__(self, stop: StopRequest) -> dict[str, SetResult]:
-        """Return the results of each set; all ranks call this. A stop is a StopInterrupt."""
+    def __call__(self, stop: StopRequest, window: float | None = None) -> dict[str, SetResult]:
+        """Return the results of each set; all ranks call this. A stop is a StopInterrupt.
+
+        With a ``window`` (seconds), transcripts are those of a Whisper that hears silence up to it.
+        """
         results = {}
         for name, members in self._sets.items():
-            parts = stop.gather(self._context, partial(self._evaluate, name, members))
+            work = partial(self._evaluate, name, members, window)
+            parts = stop.gather(self._context, work)
             evaluations, probes = zip(*parts, strict=True)
             results[name] = SetResult(merge(evaluations), reduce(add, probes))
         return results
 
     def _evaluate(
-        self, name: str, members: list[Cut] | list[TextPair]
+        self, name: str, members: list[Cut] | list[TextPair], window: float | None
     ) -> tuple[Evaluation, ProbeSums]:
         done, model = itertools.count(1), (self._model, self._tokenizer)
         settings: Any = {"normalizer": self._config.normalizer, "config": self._config.decoding}
@@ -132,7 +137,8 @@ class Validator:
             part = evaluate_pairs(*model, members, **settings)  # type: ignore[arg-type]
         else:
             settings["on_result"] = lambda result: self.progress(name, next(done), len(members))
-            part = evaluate(*model, members, **settings)  # type: ignore[arg-type]
+            with nullcontext() if window is None else self._model.window(window):
+                part = evaluate(*model, members, **settings)  # type: ignore[arg-type]
         return part, self._probes[name]() if name in self._probes else ProbeSums()
 
 

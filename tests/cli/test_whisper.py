@@ -11,7 +11,7 @@ import pytest
 import soundfile
 import torch
 
-from effasr.checkpoint import load_model, resolve
+from effasr.checkpoint import follow, load_model, resolve
 from effasr.data.prompt import Prompt
 from effasr.training.run_dir.run_directory import read_lines
 from tests.cli.conftest import write_rows
@@ -83,11 +83,18 @@ def test_from_hugging_face_and_back(
     settings += [
         f"data.validation={corpus / 'manifest.jsonl'}", "name=tuned", "training.max_steps=3",
         "training.validate_every=3", "training.checkpoint_every=3", "optimizer.lr=1e-3",
-        "training.validate_first=false",
     ]  # fmt: skip
     trained = effasr("train", "finetune_whisper", *settings, "model.features.minimum_s=0")
     assert trained.code == 0, trained
     run = tmp_path / "tuned"
+    # The error rate before is that of the model as it was: with its silence, and never the best.
+    assert "step 0 is validated with silence up to 2 s" in trained.err
+    evaluated = effasr("evaluate", imported, corpus / "manifest.jsonl", "--output", tmp_path / "of")
+    assert evaluated.code == 0, evaluated
+    rows = read_lines(run / "validation.jsonl")
+    assert [row["step"] for row in rows] == [0, 3]
+    assert rows[0]["cer"] == json.loads((tmp_path / "of/wer.json").read_text())["cer"]
+    assert follow(run / "checkpoints/best") == run / "checkpoints/step_00000003"
     (dropped,) = read_lines(run / "dropped.jsonl")
     # 2.3 s are more than this model can read.
     assert (Path(dropped["audio"]).name, dropped["reason"]) == ("5.wav", "over_model_length")
