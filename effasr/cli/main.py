@@ -32,6 +32,7 @@ from effasr.cli import (
     plan,
     prepare,
     report,
+    segment,
     tokenizer,
     train,
     transcribe,
@@ -274,7 +275,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 # What adds each command, by what it is for.
 _COMMANDS: dict[str, tuple[Callable[[AddCommand], None], ...]] = {
-    "data": (prepare.add, tokenizer.add, plan.add, demo_data.add),
+    "data": (prepare.add, segment.add, tokenizer.add, plan.add, demo_data.add),
     "training": (init.add, recipes.add, calibrate.add, train.add),
     "results": (evaluate.add, tune.add, compare.add, report.add),
     "use": (transcribe.add, label.add, correction_data.add, chat.add),

@@ -44,6 +44,7 @@ LOW_CONFIDENCE, EMPTY_TEXT, TRUNCATED, FAILED = (
     "truncated",
     "failed",
 )
+NO_TEXT, NOT_SPOKEN, TOO_LONG = "no_text", "not_spoken", "too_long"  # of `effasr segment`
 
 
 @dataclass(slots=True)
@@ -140,9 +141,13 @@ class LabelFolder:
                     source, result, result.prompt if result.language else source.prompt or default
                 )
             )
+        self.add_row(row)
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        """Write a recording with its ``segments``, or with its ``audio`` and a ``problem``."""
         with self._journal.open("ab") as file:
             file.write(json_line(row).encode())
-        self.done.add(source.id)
+        self.done.add(row["id"])
 
     def finish(self, min_confidence: float) -> LabelReport:
         """Write manifest, dropped segments and report from the journal."""
@@ -168,7 +173,7 @@ class LabelFolder:
                 row = parse_object(line, origin)
                 if not _is_row(row):
                     raise ValueError(
-                        f"{origin}: must be a line that `effasr label` wrote, but is "
+                        f"{origin}: must be a line that this command wrote, but is "
                         f"{line[:60]!r}: remove it, and its recording is transcribed again."
                     )
                 yield row
@@ -248,7 +253,8 @@ def _lines(row: dict[str, Any], least: float) -> Iterator[tuple[dict[str, Any], 
         failed = {"id": row["id"], "reason": FAILED, "details": row["problem"]}
         yield failed | {"audio": row["audio"], "duration": None}, FAILED
     for line in row.get("segments", ()):
-        reason = _reason(line, least, truncated=line.pop("truncated"))
+        truncated = line.pop("truncated")
+        reason = line.pop("reason", None) or _reason(line, least, truncated=truncated)
         yield (line if reason is None else _dropped(line, reason, least)), reason
 
 
@@ -264,6 +270,9 @@ def _dropped(line: dict[str, Any], reason: str, least: float) -> dict[str, Any]:
     details = {
         TRUNCATED: "the decoder reached its limit: it probably repeated itself",
         EMPTY_TEXT: "the model heard no text",
+        NO_TEXT: "speech of which the transcript has nothing",
+        NOT_SPOKEN: "most of the text is not in the recording",
+        TOO_LONG: "longer than --max-duration, without a pause at which to cut",
         LOW_CONFIDENCE: f"{line['confidence'] or 0.0:.4f}, under {least:g}",
     }[reason]
     return {

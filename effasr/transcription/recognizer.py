@@ -223,6 +223,27 @@ class Recognizer:
             results = self._second.results(results)
         return results if self._corrector is None else self._corrector.results(results)
 
+    @property
+    def frame_seconds(self) -> float:
+        return self._frame_samples / self.sample_rate
+
+    def ctc_scores(self, request: Request) -> Iterator[tuple[Chunk, np.ndarray, torch.Tensor]]:
+        """Yield the chunks of a recording, in order, with their samples and scores of CTC.
+
+        Scores are log-probabilities less the highest of each frame, float32 (T, V + 1) on the CPU.
+        A recording that cannot be read raises ValueError.
+        """
+        self._cpu_weights = OneDNNWeights(self.model, torch.float32)
+        recording = OpenRecording(request, self.sample_rate, self.vad)
+        for piece in self._pieces(recording):
+            with torch.no_grad(), evaluating(self.model), self._computing():
+                encoded = self.model.encode(self._collated([piece])[0])
+                scores = self.model.ctc_logits(encoded.unpack()[0]).float().log_softmax(-1)
+                scores = (scores - scores.amax(1, keepdim=True)).cpu()
+            yield piece.chunk, piece.audio, scores
+        if recording.failure is not None or recording.partial is not None:
+            raise ValueError(recording.failure or recording.partial)
+
     def _results(
         self,
         requests: Iterable[Request],

@@ -56,6 +56,19 @@ def word_timestamps(
     """
     spans = _without_marks(tokens, spans, decode)
     groups = word_groups(tokens, spans, decode, spaces, cuts)
+    words: list[Word] = []
+    placed = group_times(groups, speech, frame_seconds)
+    for group, (start, end) in zip(groups, placed, strict=True):
+        words += divided(group.texts, offset + start, offset + end)
+    least = min(HOP_SECONDS, 0.999 * (until - offset) / max(1, len(words)))
+    times = in_order([(word.start, word.end) for word in words], offset, until, least)
+    return [Word(word.text, *time) for word, time in zip(words, times, strict=True)]
+
+
+def group_times(
+    groups: Sequence[WordGroup], speech: np.ndarray, frame_seconds: float
+) -> list[tuple[float, float]]:
+    """Return when each group begins and ends: see `word_timestamps`."""
     centres = [group.first * frame_seconds for group in groups]
     # Each boundary is midway between the last frame of the previous word and the frame after it.
     lasts = [(group.last - 0.5) * frame_seconds for group in groups]
@@ -68,17 +81,14 @@ def word_timestamps(
         max(bound, centre - delay) if onset is None else onset
         for bound, centre, onset in zip(bounds, centres, onsets, strict=True)
     ]
-    words: list[Word] = []
-    for number, group in enumerate(groups):
-        last_seen = max(lasts[number], starts[number])
+    times: list[tuple[float, float]] = []
+    for number, start in enumerate(starts):
+        last_seen = max(lasts[number], start)
         latest = last_seen + _TAIL_SECONDS
         if number + 1 < len(groups):
             latest = min(latest, starts[number + 1])
-        start, end = offset + starts[number], offset + _pause(speech, last_seen, latest)
-        words += divided(group.texts, start, end)
-    least = min(HOP_SECONDS, 0.999 * (until - offset) / max(1, len(words)))
-    times = in_order([(word.start, word.end) for word in words], offset, until, least)
-    return [Word(word.text, *time) for word, time in zip(words, times, strict=True)]
+        times.append((start, _pause(speech, last_seen, latest)))
+    return times
 
 
 def _without_marks(
@@ -124,8 +134,8 @@ class WordGroup:
     """Words that share tokens, usually one word."""
 
     texts: list[str]
-    first: int  # beginning of the first span of their tokens
-    last: int  # end of the last one
+    first: float  # beginning of the first span of their tokens, in frames
+    last: float  # end of the last one
 
 
 def word_groups(

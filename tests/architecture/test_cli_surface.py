@@ -46,6 +46,10 @@ SURFACE = {
         "--convert", "--clean LIST", "--max-unknown X", "--report",
         "--shards N", "--jobs N",
     ],
+    "segment": [
+        "RUN", "SOURCE", "OUT", "--min-score X", "--max-duration SECONDS", "--language LANG",
+        "--device DEVICE",
+    ],
     "tokenizer": [
         "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared",
         "--subsampling {4,8}", "--model-type {unigram,bpe}",

@@ -58,7 +58,7 @@ def of_manifest(path: Path, *, prompt: Prompt) -> list[Source]:
     from effasr.data.manifest.reader import named
 
     utterances = named(path, prompt=prompt, untranscribed=True)
-    sources = [_of_utterance(name, utterance) for name, utterance in utterances]
+    sources = [source_of(name, utterance) for name, utterance in utterances]
     if not sources:
         raise ValueError(f"{path}: holds no utterances.")
     return sources
@@ -127,7 +127,7 @@ def _split(pattern: str) -> tuple[str, str]:
     return os.path.join("", *parts[:first]), os.path.join(*parts[first:])
 
 
-def _of_utterance(name: str, utterance: object) -> Source:
+def source_of(name: str, utterance: object) -> Source:
     from effasr.data.manifest.cuts import prompt_of
     from effasr.data.manifest.utterance import FileUtterance
 
