@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,18 @@ def test_parts_of_a_recording_share_a_copy(tmp_path, ffmpeg) -> None:
     prepare(tmp_path / "cuts.jsonl", tmp_path / "cuts", convert=True)
     (kept,) = read(tmp_path / "cuts")
     assert (kept.start, kept.duration, hertz(kept)) == (1.0, 1.0, 300)
+
+
+def test_a_recording_in_a_tar_file_is_copied(tmp_path, ffmpeg) -> None:
+    packed(tmp_path / "a.m4a", "")
+    (tmp_path / "a.txt").write_text("a")
+    with tarfile.open(tmp_path / "set.tar", "w") as file:
+        for name in ("a.m4a", "a.txt"):
+            file.add(tmp_path / name, name)
+    assert prepare(tmp_path / "set.tar", tmp_path / "out").dropped.utterances == 1
+    prepare(tmp_path / "set.tar", tmp_path / "out", convert=True)
+    (cut,) = read(tmp_path / "out")
+    assert (cut.id, cut.duration, hertz(cut)) == ("a", 1.0, 300)
 
 
 def test_without_ffmpeg_files_are_listed(tmp_path, monkeypatch) -> None:

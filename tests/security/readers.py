@@ -58,6 +58,7 @@ from effasr.transcription.online import OnlineRecognizer
 from effasr_kernels import Context
 from tests.support.archives import extract
 from tests.support.real_ffmpeg import real_ffmpeg
+from tests.support.sources import SOURCES
 
 RATE = 16_000
 LINE_SLACK = 96 << 20
@@ -148,6 +149,20 @@ def make_cuts(folder: Path) -> None:
 def make_shar(folder: Path) -> None:
     read_cuts(folder).to_shar(str(folder), fields={"recording": "flac"}, shard_size=3)
     (folder / "a.wav").unlink()
+
+
+def source(name: str) -> Reader:
+    """Recordings inside other files, which are read by their places."""
+
+    def make(folder: Path) -> None:
+        sound(folder / "a.wav")
+        rows = [{"audio_filepath": "a.wav", "text": text} for text in ("the fox", "jumps")]
+        put(folder / "manifest.jsonl", rows)
+        SOURCES[name](folder / "manifest.jsonl", folder)
+        (folder / "manifest.jsonl").unlink()
+        (folder / "a.wav").unlink()
+
+    return Reader(make, use_manifest, LINE_SLACK)
 
 
 def make_clips(folder: Path) -> None:
@@ -526,6 +541,10 @@ READERS = {
     ),
     "cuts": Reader(make_cuts, use_manifest, LINE_SLACK),
     "shar": Reader(make_shar, use_manifest, LINE_SLACK),
+    "nemo_tarred": source("nemo"),
+    "webdataset": source("webdataset"),
+    "parquet": source("parquet"),
+    "saved_to_disk": source("saved to disk"),
     "clips": Reader(make_clips, use_clips, LINE_SLACK),
     **{suffix: audio(suffix) for suffix in AUDIO},
     **{suffix: ffmpeg_audio(suffix, FFMPEG) for suffix in FFMPEG_AUDIO if FFMPEG},

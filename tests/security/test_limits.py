@@ -94,6 +94,8 @@ def test_no_shell_gets_the_name_of_a_file(tmp_path, kind):
         ("a.tar[0:1000000000000]", "must have at most 4294967296 bytes"),
         ("a.tar[0:4000000000]", "the tar file ends before"),
         ("a.tar[10:5]", "the tar file ends before"),
+        ("fifo[row 0, column 0]", "must be a regular"),
+        ("a.tar[row 9, column 9]", "cannot be read as a table"),
     ],
 )
 def test_a_place_in_a_tar_lies_in_a_regular_file(tmp_path, place, message):

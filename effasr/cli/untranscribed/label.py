@@ -129,11 +129,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _sources(audio: str, prompt: Prompt) -> list[Source]:
     """Return the recordings of an argument."""
+    from effasr.data.manifest.lines import ARCHIVES, has_suffix
     from effasr.data.manifest.reader import deciding_files
     from effasr.transcription.inputs.sources import find, of_manifest
 
     path = Path(audio)
-    suffixes = {".jsonl", ".gz"}
-    if path.suffix in suffixes or (path.is_dir() and deciding_files(path) is not None):
+    is_file = path.suffix in {".jsonl", ".gz"} or has_suffix(path, ARCHIVES)
+    if is_file or (path.is_dir() and deciding_files(path) is not None):
         return of_manifest(path, prompt=prompt)
     return find([audio])

@@ -50,10 +50,15 @@ class TableRow:
         """Return the audio file; samples become one."""
         try:
             return _audio_file(_cache().value(self))
-        except (KeyError, IndexError, TypeError, ValueError, NotImplementedError) as error:
-            raise ValueError(f"{self}: the audio cannot be read: {error}") from error
+        except _OF_DAMAGE as error:
+            problem = str(error).removeprefix(f"{self.path}: ")
+            raise ValueError(f"{self}: the audio cannot be read: {problem}") from error
 
 
+_OF_DAMAGE = (
+    *(KeyError, IndexError, TypeError, ValueError, NotImplementedError, MemoryError),
+    soundfile.SoundFileError,
+)
 _TABLE_ROW = re.compile(r"(.+)\[row (\d+), column (\d+)\]", re.DOTALL)
 
 
@@ -144,13 +149,16 @@ class _Arrow(Table):
         self._batches: list[pa.RecordBatch] = []
         if is_file:
             reader = pa.ipc.open_file(source)
-            self._batches += map(reader.get_batch, range(reader.num_record_batches))
+            batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
-            reader = pa.ipc.open_stream(source)
-            try:
-                self._batches += reader
-            except (OSError, pa.ArrowInvalid) as error:
-                self.problem = f"cannot be read to its end: {' '.join(str(error).split())}"
+            batches = reader = pa.ipc.open_stream(source)
+        try:
+            for batch in batches:
+                # Offsets of a damaged file could lead outside of it.
+                batch.validate(full=True)
+                self._batches.append(batch)
+        except (OSError, MemoryError, pa.ArrowInvalid) as error:
+            self.problem = f"cannot be read to its end: {' '.join(str(error).split())}"
         super().__init__(reader.schema, [batch.num_rows for batch in self._batches])
 
     def block(self, number: int, columns: Sequence[str]) -> pa.Table:
@@ -168,7 +176,7 @@ def open_table(path: str) -> Table:
         return (_Arrow if path.endswith(".arrow") else _Parquet)(path)
     except ImportError as error:
         raise ValueError(f"{path}: needs pyarrow: pip install 'effasr[parquet]'.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, MemoryError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read as a table: {problem}") from error
 

@@ -13,7 +13,7 @@ from effasr.data.manifest import nemo
 from effasr.data.manifest.row import AUDIO, READ, TEXT, ManifestRow
 from effasr.data.manifest.shards import expand, is_pattern, of_one_split
 from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
-from effasr.untrusted.documents import read_json
+from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import plain_name
 
 if TYPE_CHECKING:
@@ -41,14 +41,18 @@ def _files(path: Path) -> list[Path]:
 
 def _saved_files(folder: Path) -> list[Path]:
     """Return the files of a folder of `save_to_disk`."""
-    state = read_json(folder / "state.json")
+    path = folder / "state.json"
+    state = read_json_object(path)
     if state.get("_indices_data_files"):
         raise ValueError(
             f"{folder}: has a selection of its rows, which is not read: save what "
             "`dataset.flatten_indices()` returns."
         )
-    names = [entry.get("filename") for entry in state.get("_data_files") or []]
-    return [folder / plain_name(name, f"{folder / 'state.json'}: `filename`") for name in names]
+    files = state.get("_data_files")
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+        raise ValueError(f"{path}: `_data_files` must be a list of objects: save it again.")
+    names = [plain_name(file.get("filename"), f"{path}: `filename`") for file in files]
+    return [folder / name for name in names]
 
 
 def _read(path: Path, options: ReadOptions) -> Iterator[Utterance]:
@@ -150,7 +154,7 @@ def _of_file(path: Path, options: ReadOptions) -> Iterator[Utterance]:
         try:
             block = table.block(number, columns.fields)
             places = _places(table, number, columns)
-        except (OSError, ValueError, NotImplementedError) as error:
+        except (OSError, MemoryError, ValueError, NotImplementedError) as error:
             problem = " ".join(str(error).split())
             raise ValueError(f"{path}: the rows from {first} on are damaged: {problem}") from error
         rows = block.to_pylist() if columns.fields else [{} for _ in places]

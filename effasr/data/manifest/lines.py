@@ -21,6 +21,9 @@ from effasr.untrusted.files import open_regular
 if TYPE_CHECKING:
     from io import BufferedReader
 
+ARCHIVES = (".tar", ".tgz", ".parquet", ".arrow")
+"""Suffixes of manifests that are no text, but audio and texts together."""
+
 LINE_BYTES = 32 << 20  # most bytes of a line
 
 _UNPACKED_RATIO, _UNPACKED_BYTES = 300, 256 << 20
@@ -108,7 +111,7 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
 
 def first_fields(path: Path) -> dict[str, Any]:
     """Return the first line of a JSON-lines file; empty for a folder and where there is none."""
-    is_text = path.is_file() and not has_suffix(path, (".tar", ".tgz", ".parquet", ".arrow"))
+    is_text = path.is_file() and not has_suffix(path, ARCHIVES)
     lines = numbered_lines(path) if is_text else iter(())
     first = next(lines, None)
     return {} if first is None else parse_object(first[1], f"{path}:{first[0]}")

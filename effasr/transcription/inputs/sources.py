@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from effasr.data.audio.waveform import AudioError, AudioSegment
+from effasr.data.manifest.lines import ARCHIVES, has_suffix
 from effasr.data.manifest.walk import AUDIO_SUFFIXES, walk
 from effasr.data.prompt import Prompt
 
@@ -98,6 +99,9 @@ def _expand(argument: str) -> Iterator[Source]:
             yield Source(argument, path.name, problem=f"{argument}: a folder without recordings.")
         for file in files:
             yield Source(file, _below(file, argument), file)
+    elif has_suffix(path, ARCHIVES):
+        problem = f"{argument}: a set of recordings, not a recording: name it by `--manifest`."
+        yield Source(argument, path.name, problem=problem)
     elif glob.has_magic(argument) and not os.path.lexists(argument):
         root, pattern = _split(argument)
         files = sorted(_matches(root, pattern))
