@@ -413,8 +413,10 @@ class Trainer:
         except StopInterrupt:
             self.strategy.is_stopping = True
             return False
-        self.log.display.validation_s = time.perf_counter() - began
-        self.log.display.validated_s += self.log.display.validation_s
+        seconds = time.perf_counter() - began
+        self.log.display.validated_s += seconds
+        if window is None:  # silence takes several times as long
+            self.log.display.validation_s = seconds
         self.progress.must_validate = False
         if self.config.model.best_rq is not None:
             metric = self._record_losses(cast("Mapping[str, LossResult]", results))
