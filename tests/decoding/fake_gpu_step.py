@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from fake_gpu_worker import DEVICE, OneDevice, model_on_device, variants
+from fake_gpu_worker import DEVICE, OneDevice, model_on_device, register, variants
 
 from effasr.decoding.continuous_batching.engine import Engine, Utterance
 from effasr.nn.cache.contiguous import CacheSizes
@@ -71,8 +70,7 @@ def check_steps(config, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    _setup_privateuseone_for_python_backend(DEVICE)
-    getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16]
+    register()
     for index, config in enumerate(list(variants())[:4]):
         check_steps(config, (torch.float32, torch.bfloat16)[index % 2])
     sys.stdout.write("4 engines\n")

@@ -16,11 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+sys.path.append(str(Path(__file__).parents[2] / "profiling"))
+
+from census.fake_gpu import NAME as DEVICE
+from census.fake_gpu import fake_batch, materialize, register
 
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate
@@ -35,9 +39,7 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
-from effasr_kernels import PackedLayout, PackedSequence
 
-DEVICE = "fakegpu"
 VOCABULARY = 40
 DROPOUT = {"input_dropout": 0.1, "residual_dropout": 0.1, "attention_dropout": 0.1}
 
@@ -60,49 +62,27 @@ class OneDevice(TorchDispatchMode):
         return out
 
 
-def batch_on_device(mode: FakeTensorMode, framing: Framing, *, static: bool) -> Batch:
+def batch_on_device(framing: Framing, *, static: bool) -> Batch:
     def example(samples: int, tokens: int, monotonic: bool = True) -> Example:
         audio = np.zeros(samples, dtype=np.float32)
         text = list(range(8, 8 + tokens))
         return Example(id="", audio=audio, prompt=[7, 5], text=text, monotonic=monotonic)
 
-    def layout(x: PackedLayout) -> PackedLayout:
-        return PackedLayout(move(x.cu_seqlens), x.cu_seqlens_host, x.rows)
-
-    def packed(x: PackedSequence) -> PackedSequence:
-        return PackedSequence(move(x.values), layout(x.layout))
-
     shape = StaticShape(frame_budget=80, token_budget=50, max_sequences=6, framing=framing)
     examples = [example(14_005, 5), example(100, 1), example(8_000, 4, monotonic=False)]
     real = collate(examples, shape if static else None, eos_id=3, pad_id=2, framing=framing)
-    move = lambda x: mode.from_tensor(x).to(DEVICE)
-    return replace(
-        real,
-        audio=packed(real.audio),
-        frames=layout(real.frames),
-        tokens=packed(real.tokens),
-        targets=move(real.targets),
-        text=packed(real.text),
-        monotonic=move(real.monotonic),
-    )
+    return fake_batch(real).to(DEVICE)
 
 
 def model_on_device(config: ModelConfig, mode: FakeTensorMode, dtype: torch.dtype) -> ASRModel:
     """In training mode; the weights in ``dtype``, the features in float32 as always."""
     with torch.device("meta"):
-        model = ASRModel(config, VOCABULARY).train()
-
-    def like(x: Tensor, wanted: torch.dtype) -> Tensor:
-        result = wanted if x.is_floating_point() else x.dtype
-        return torch.empty(x.shape, dtype=result, device=DEVICE)
-
+        model = ASRModel(config, VOCABULARY).train().to(dtype)
+    for module in model.modules():
+        if isinstance(module, LogMel):
+            module.float()
     with mode:
-        for module in model.modules():
-            wanted = torch.float32 if isinstance(module, LogMel) else dtype
-            for name, x in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(like(x, wanted)))
-            for name, x in list(module.named_buffers(recurse=False)):
-                setattr(module, name, like(x, wanted))
+        materialize(model, torch.device(DEVICE))
     return model
 
 
@@ -187,7 +167,7 @@ def check_step(config: ModelConfig, dtype: torch.dtype) -> None:
     mode = FakeTensorMode()
     model = model_on_device(config, mode, dtype)
     with mode:
-        batch = batch_on_device(mode, config.features.framing, static=config.ctc)
+        batch = batch_on_device(config.features.framing, static=config.ctc)
     with mode, OneDevice():
         losses = model(batch, label_smoothing=0.1, guided_sigma=0.3 if config.ctc else None)
         (losses.cross_entropy + losses.ctc + losses.transducer + losses.guided).backward()
@@ -226,9 +206,7 @@ def check_the_guard_notices() -> None:
 
 
 if __name__ == "__main__":
-    _setup_privateuseone_for_python_backend(DEVICE)
-    # `torch.autocast`, which the features turn off, asks the backend for this.
-    getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16]
+    register()
     check_the_guard_notices()
     count = 0
     for index, config in enumerate(variants()):
