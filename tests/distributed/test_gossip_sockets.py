@@ -276,7 +276,7 @@ def test_a_recipe_names_the_files():
         configuration.from_mapping(GossipConfig, {"tls": mapping["tls"] | {"key": ""}})
 
 
-Attack = Callable[[tuple[str, int], threading.Event], None]
+Attack = Callable[[socket.socket, threading.Event], None]
 
 
 @pytest.fixture(autouse=True)
@@ -291,46 +291,45 @@ def endpoint_of(store: HashStore, learner: int = 1) -> tuple[str, int]:
     return address, port
 
 
-def garbage(endpoint: tuple[str, int], stop: threading.Event):
-    while not stop.is_set():
-        with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
-            client.sendall(os.urandom(secrets.choice((1, 87, 88, 89, 5000))))
-            client.settimeout(0.2)
-            client.recv(1000)
+def garbage(client: socket.socket, stop: threading.Event):
+    client.sendall(os.urandom(secrets.choice((1, 87, 88, 89, 5000))))
+    client.recv(1000)
 
 
-def slow_drip(endpoint: tuple[str, int], stop: threading.Event):
-    with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
-        while not stop.wait(0.05):
-            client.sendall(b"e")
+def slow_drip(client: socket.socket, stop: threading.Event):
+    while not stop.wait(0.05):
+        client.sendall(b"e")
 
 
-def silence(endpoint: tuple[str, int], stop: threading.Event):
-    with suppress(OSError), socket.create_connection(endpoint, 1.0):
-        stop.wait()
+def silence(client: socket.socket, stop: threading.Event):
+    stop.wait()
 
 
-def huge_length(endpoint: tuple[str, int], stop: threading.Event):
+def huge_length(client: socket.socket, stop: threading.Event):
     """As an exchange of 2 ** 62 numbers, without a handshake."""
-    with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
-        client.sendall(torch.tensor([1, 2**62]).numpy().tobytes())
-        while not stop.is_set():
-            client.sendall(bytes(1 << 16))
+    client.sendall(torch.tensor([1, 2**62]).numpy().tobytes())
+    while not stop.is_set():
+        client.sendall(bytes(1 << 16))
 
 
-def echo(endpoint: tuple[str, int], stop: threading.Event):
-    with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
-        client.settimeout(0.5)
-        while not stop.is_set():
-            client.sendall(client.recv(1000))
+def echo(client: socket.socket, stop: threading.Event):
+    while not stop.is_set():
+        client.sendall(client.recv(1000))
 
 
 @contextmanager
 def under(attack: Attack, endpoint: tuple[str, int], clients: int) -> Iterator[None]:
     stop = threading.Event()
+
+    def connect_again_and_again():
+        while not stop.wait(0.01):
+            with suppress(OSError), socket.create_connection(endpoint, 1.0) as client:
+                client.settimeout(0.5)
+                attack(client, stop)
+
     with ThreadPoolExecutor(clients) as pool:
         for _ in range(clients):
-            pool.submit(attack, endpoint, stop)
+            pool.submit(connect_again_and_again)
         time.sleep(0.2)
         try:
             yield
