@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -457,6 +457,35 @@ def test_a_false_server_is_not_taken_for_a_learner(answer):
         with pytest.raises((HandshakeError, TimeoutError)):
             call.result()
         assert time.monotonic() - began < 10.0
+
+
+def test_handshakes_have_limits_and_a_neighbour_may_connect_again(monkeypatch, caplog):
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 2.0)
+    monkeypatch.setattr(listener, "_PENDING", 2)
+    caplog.set_level("DEBUG", listener.__name__)
+    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(1) as pool, ExitStack() as clients:
+        accepting = pool.submit(local.accept, {0, 2}, time.monotonic() + 30.0)
+
+        def connected() -> socket.socket:
+            return clients.enter_context(socket.create_connection(local.endpoints[0], 20.0))
+
+        def introduced(number: int) -> socket.socket:
+            until = time.monotonic() + 20.0
+            return introduce(connected(), local.key, connecting=number, listening=1, until=until)
+
+        for silent in [connected() for _ in range(3)]:
+            assert len(silent.recv(32)) == 32
+            assert silent.recv(1) == b""
+        reasons = [message.rpartition(": ")[2] for message in caplog.messages]
+        assert sorted(reasons) == ["it was silent"] * 2 + ["too many came"]
+        with pytest.raises(HandshakeError, match="closed the connection"):
+            introduced(4)
+        first, _ = introduced(0), introduced(0)
+        assert first.recv(1) == b""
+        introduced(2)
+        for connection in accepting.result().values():
+            connection.close()
+    assert local.rejected_connections == 4
 
 
 def test_only_the_chosen_interface_listens(monkeypatch):
