@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
     from effasr.data.prompt import Prompt
     from effasr.data.tokenizer import Tokenizer
-    from effasr.evaluation.model_card import ModelCard
     from effasr.model.asr import ASRModel
     from effasr_kernels import Context
 
@@ -159,8 +158,9 @@ def add_export(command: AddCommand) -> None:
         "export",
         run_export,
         "Write a model that transformers or NeMo load, or as ONNX graphs.",
-        "README.md becomes its model card, with the results of `effasr evaluate RUN` for the",
-        "weights that are exported. One that is there and was not written here is left alone.",
+        "README.md, of OUT.nemo OUT.md, becomes its model card, with the results of `effasr",
+        "evaluate RUN` for the weights that are exported. One that is there and was not written",
+        "here is left alone.",
         "",
         "With --format onnx: encoder.onnx; of an attention decoder decoder_step.onnx; of a",
         "transducer predictor.onnx and joint.onnx; onnx.json, which says what goes in and comes",
@@ -207,6 +207,12 @@ def add_export(command: AddCommand) -> None:
     )
     parser.add_argument("--author", metavar="NAME", help="author of the model")
     parser.add_argument(
+        "--base-model",
+        metavar="MODEL",
+        help="identifier on the Hugging Face hub of the model that training began from, such as "
+        "openai/whisper-small, for the model card",
+    )
+    parser.add_argument(
         "--latency",
         type=seconds,
         metavar="S",
@@ -244,19 +250,16 @@ def _language_model(options: argparse.Namespace, loaded: LoadedModel) -> str:
 def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     if loaded.model.language_model is not None:
         return _language_model(options, loaded)
-    from effasr.evaluation.model_card import is_replaceable
+    from effasr.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
     from effasr.training.checkpointing.export_folder import export_folder
-    from effasr.transcription.json_files import write_text
 
     readme = options.out / "README.md"
     # Other models have none, and readers prefer shards to a whole file.
     dropped = ("generation_config.json", "model.safetensors.index.json")
     with export_folder(options.out, dropped) as out:
         loader = _write_hugging_face(loaded, out)
-        if is_replaceable(readme):
-            write_text(out / readme.name, _card(options, loaded, sources, loader).text())
-        else:
-            log("export", f"{readme} is kept, because effasr export did not write it")
+        own = isinstance(loaded.tokenizer, HuggingFaceTokenizer | CharacterTokenizer)
+        _write_card(options, loaded, sources, out / readme.name, readme, loader, own_tokenizer=own)
     return f"load it with {loader}.from_pretrained"
 
 
@@ -303,10 +306,10 @@ def _format(options: argparse.Namespace) -> str:
             f"{out} must be a new folder or an earlier export, but is a model of effasr, "
             "which would be overwritten."
         )
-    if chosen != "huggingface" and (options.license or options.author):
+    if chosen not in _CARDS and (options.license or options.author or options.base_model):
         raise ValueError(
-            f"`--license` and `--author` must be left out for `--format {chosen}`, which has no "
-            "model card."
+            f"`--license`, `--author` and `--base-model` must be left out for `--format {chosen}`, "
+            "which has no model card."
         )
     if chosen != "ctranslate2" and options.quantization is not None:
         raise ValueError(
@@ -325,7 +328,16 @@ def _nemo(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path])
     from effasr.interop.nemo.checkpoint import export_nemo
 
     name = export_nemo(loaded.model, loaded.tokenizer, options.out, loaded.prompt)
-    return f"load it with NeMo's {name}.restore_from"
+    card = options.out.with_suffix(".md")
+    usage = (
+        f"from nemo.collections.asr.models import {name}",
+        "",
+        f"model = {name}.restore_from({options.out.name!r})",
+        'print(model.transcribe(["recording.wav"]))  # mono, 16 kHz',
+    )
+    text = "\n".join(("```python", *usage, "```"))
+    _write_card(options, loaded, sources, card, card, name, library="nemo", usage=text)
+    return f"load it with NeMo's {name}.restore_from; {card} is its model card"
 
 
 def _onnx(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
@@ -352,6 +364,15 @@ def _onnx(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path])
     with export_folder(options.out, earlier_graphs(options.out)) as out:
         graphs = export_onnx(loaded.model, out, texts, context)
         tokenizer.save(out)
+        graph_names = ", ".join(f"`{name}`" for name in graphs)
+        usage = f"onnx.json describes the inputs and outputs of {graph_names}."
+        if (out / "infer.py").exists():
+            packages = "numpy onnxruntime soundfile tokenizers"
+            command = f"pip install {packages}\npython infer.py recording.wav  # mono, 16 kHz"
+            usage = f"```sh\n{command}\n```\n\n{usage}"
+        readme = options.out / "README.md"
+        settings = {"library": "onnx", "usage": usage}
+        _write_card(options, loaded, sources, out / readme.name, readme, "ONNX", **settings)
         if checked:
             check_onnx(loaded.model, out, context)
         else:
@@ -408,32 +429,49 @@ _WRITERS = {
 }
 
 
-def _card(
-    options: argparse.Namespace, loaded: LoadedModel, sources: list[Path], loader: str
-) -> ModelCard:
-    from effasr import config
-    from effasr.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
-    from effasr.evaluation.model_card import ModelCard, read_data, read_tested
+_CARDS = ("huggingface", "nemo", "onnx")  # formats with a model card
 
+
+def _write_card(
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    sources: list[Path],
+    path: Path,
+    earlier: Path,
+    loader: str,
+    **settings: Any,
+) -> None:
+    """Write a model card, unless ``earlier`` was not written here."""
+    from effasr import config
+    from effasr.evaluation.model_card import ModelCard, is_replaceable, read_data, read_tested
+    from effasr.transcription.json_files import write_text
+
+    if not is_replaceable(earlier):
+        log("export", f"{earlier} is kept, because effasr export did not write it")
+        return
     origin = options.model.resolve()
     is_run = (origin / "checkpoints").is_dir()
     step = re.fullmatch(r"step_(\d+)", sources[0].resolve().name)
     # An average differs from the evaluated models, unless it averages only one.
     tested = is_run and options.averaged is None
-    return ModelCard(
+    data, base = read_data(origin) if is_run else ((), None)
+    card = ModelCard(
         name=origin.name,
         loader=loader,
         parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
         languages=loaded.tokenizer.languages,
         configuration=config.dump(loaded.model.config),
-        own_tokenizer=isinstance(loaded.tokenizer, HuggingFaceTokenizer | CharacterTokenizer),
-        data=read_data(origin) if is_run else (),
+        base=base,
+        base_model=options.base_model,
+        data=data,
         steps=int(step[1]) if step else None,
         averaged=options.averaged or 1,
         tested=read_tested(origin, sources[0] / "model.safetensors") if tested else (),
         license=options.license,
         author=options.author,
+        **settings,
     )
+    write_text(path, card.text())
 
 
 def _license(text: str) -> str:

@@ -112,6 +112,7 @@ def evaluate(
         tuple(failed),
         time.perf_counter() - started,
         method=recognizer.method,
+        search=_search(recognizer),
         vad=recognizer.vad,
         calibrated=settings.calibration is not None if settings.word_confidence else None,
     )
@@ -185,6 +186,13 @@ def _errors(normalize: Callable[[str], str], reference: str, hypothesis: str) ->
 def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
     """Return the part of a set that a process evaluates; all parts take about the same time."""
     return sorted(cuts, key=lambda cut: (-cut.duration, cut.id))[rank::world_size]
+
+
+def _search(recognizer: Recognizer) -> str:
+    config = recognizer.config
+    width = "greedy" if config.beam == 1 else f"beam {config.beam}"
+    models = (config.lm, config.second_lm, config.corrector)
+    return f"{recognizer.method}, {width}{', language model' if any(models) else ''}"
 
 
 def _group(prompt: Prompt) -> str:

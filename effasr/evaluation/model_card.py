@@ -15,7 +15,7 @@ from effasr.data.checksums import sha256
 from effasr.evaluation.result import SUMMARY, read_summary, set_name
 from effasr.evaluation.tables import percent
 from effasr.untrusted.display import escape_line
-from effasr.untrusted.documents import WRONG_VALUES, dump_yaml, read_yaml
+from effasr.untrusted.documents import WRONG_VALUES, dump_yaml, read_json_object, read_yaml
 from effasr.untrusted.files import read_text
 
 _log = logging.getLogger(__name__)
@@ -35,11 +35,15 @@ class TestedSet:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
     name: str
-    loader: str  # class of transformers that loads the model
+    loader: str  # class that loads the model, or program
     parameters: int
     languages: Sequence[str]  # codes of its output languages
     configuration: str  # configuration of the model as YAML
-    own_tokenizer: bool  # whether transformers can read its tokenizer
+    own_tokenizer: bool = True  # whether transformers can read its tokenizer
+    library: str = "transformers"
+    usage: str = ""  # how to call it, where that is not by transformers
+    base: str | None = None  # model that its training began from
+    base_model: str | None = None  # its identifier of the hub, such as ``openai/whisper-small``
     data: Sequence[str] = ()
     steps: int | None = None  # updates of its training
     averaged: int = 1
@@ -72,8 +76,10 @@ class ModelCard:
             front["license"] = self.license
         if self.languages:
             front["language"] = list(self.languages)
+        if self.base_model:
+            front["base_model"] = self.base_model
         front |= {
-            "library_name": "transformers",
+            "library_name": self.library,
             "pipeline_tag": "automatic-speech-recognition",
             "tags": ["automatic-speech-recognition", "speech", "effasr"],
         }
@@ -87,6 +93,8 @@ class ModelCard:
         facts = [f"- {self.parameters / 1e6:.1f} M parameters, `{self.loader}`"]
         if self.languages:
             facts.append(f"- Languages: {', '.join(map(_text, self.languages))}")
+        if self.base or self.base_model:
+            facts.append(f"- Trained from: {_text(self.base_model or self.base)}")
         if self.data:
             facts.append(f"- Trained on: {', '.join(map(_text, self.data))}")
         if self.steps is not None:
@@ -96,6 +104,8 @@ class ModelCard:
         return facts
 
     def _usage(self) -> str:
+        if self.usage:
+            return f"## Use\n\n{self.usage}"
         # Wav2Vec2ForCTC and HubertForCTC have no `generate`.
         has_generate = self.loader.startswith("Parakeet") or not self.loader.endswith("ForCTC")
         call = "model.generate(**inputs)" if has_generate else "model(**inputs).logits.argmax(-1)"
@@ -128,15 +138,17 @@ class ModelCard:
                 "`effasr export` of the run puts them here."
             )
         rows = [
-            "| set | utterances | words | WER % | 95 % interval | CER % | normaliser | RTFx |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+            "| set | utterances | words | WER % | 95 % interval | CER % | normaliser | search | "
+            "RTFx |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: |",
         ]
         for tested in self.tested:
             result = tested.result
             rows.append(
                 f"| {_cell(tested.name)} | {result['utterances']} | {result['words']} | "
                 f"{percent(result['wer'])} | {_interval(result.get('wer_interval'))} | "
-                f"{percent(result['cer'])} | {_cell(result['normalizer'])} | {result['rtfx']:g} |"
+                f"{percent(result['cer'])} | {_cell(result['normalizer'])} | "
+                f"{_cell(result.get('search', ''))} | {result['rtfx']:g} |"
             )
         note = (
             "RTFx is seconds of audio per second, loading included, on the machine that evaluated."
@@ -166,22 +178,36 @@ def read_tested(run: Path, weights: Path) -> list[TestedSet]:
     return tested
 
 
-def read_data(run: Path) -> list[str]:
-    """Return names of a run's training sets: the last parts of their paths, which stay private."""
+def read_data(run: Path) -> tuple[list[str], str | None]:
+    """Return a run's training sets, with their hours where known, and the model it began from.
+
+    Names are the last parts of paths, which stay private.
+    """
     path = run / RUN_CONFIG
     if not path.is_file():
-        return []
+        return [], None
     try:
-        data = read_yaml(path, has_checksum=True)["data"]
+        config = read_yaml(path, has_checksum=True)
+        data, base = config["data"], config.get("init_from")
         train = data.get("train") or ()
         paths = [train] if isinstance(train, str) else list(train)
         mix = data.get("mix") or {}
-        return list(dict.fromkeys([*map(set_name, paths), *(mix.get("sources") or ())]))
+        names = [f"{set_name(each)}{_hours(each)}" for each in paths]
+        base = None if base is None else Path(base).name
+        return list(dict.fromkeys([*names, *(mix.get("sources") or ())])), base
     except WRONG_VALUES as error:
         raise ValueError(
             f"{path} must have the configuration of the run, but {type(error).__name__}: {error}: "
             f"restore it, or remove it to leave the training sets out of the model card."
         ) from error
+
+
+def _hours(data: str) -> str:
+    """Return the hours of a prepared folder that is still there."""
+    try:
+        return f" ({read_json_object(Path(data) / 'report.json')['kept']['hours']:,.1f} h)"
+    except (OSError, *WRONG_VALUES):
+        return ""
 
 
 def is_replaceable(path: Path) -> bool:

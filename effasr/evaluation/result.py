@@ -56,6 +56,7 @@ class Evaluation:
     failures: tuple[Failure, ...] = ()  # recordings that were not transcribed
     seconds: float = 0.0  # duration of the whole call, loading of audio included
     method: str = ""  # method of decoding; empty for evaluations without one
+    search: str = ""  # method and width of the beam; empty for evaluations without one
     calibrated: bool | None = None  # whether the confidences of words are calibrated
     vad: str | None = None  # name of the detector of speech; None without audio
 
@@ -131,6 +132,7 @@ class Evaluation:
             "audio_seconds": round(self.audio_seconds, 3),
             "seconds": round(self.seconds, 3),
             "normalizer": self.normalizer,
+            **({"search": self.search} if self.search else {}),
             "truncated": self.truncated,
             **({} if self.vad is None else {"vad": self.vad}),
             "failed": len(self.failures),
@@ -158,6 +160,7 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
         failures=tuple(f for evaluation in evaluations for f in evaluation.failures),
         seconds=max(evaluation.seconds for evaluation in evaluations),
         method=evaluations[0].method,
+        search=evaluations[0].search,
         calibrated=evaluations[0].calibrated,
         vad=evaluations[0].vad,
     )

@@ -110,7 +110,8 @@ SURFACE = {
     "export": [
         "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx,ctranslate2}",
         "--quantization {float32,float16,bfloat16,int8,int8_float16,int8_float32}",
-        "--averaged N", "--license LICENCE", "--author NAME", "--latency S",
+        "--averaged N", "--license LICENCE", "--author NAME", "--base-model MODEL",
+        "--latency S",
     ],
     "recipes": ["ACTION", "RECIPE", "FILE"],
     "completion": [],

@@ -26,7 +26,7 @@ def run(workplace, tmp_path):
         result = {
             "wer": wer, "cer": wer, "utterances": 4, "words": 8, "rtfx": 12.5,
             "normalizer": "basic", "wer_interval": None if wer is None else [0.1, 0.2],
-            "model": evaluated,
+            "model": evaluated, "search": "ctc, beam 4",
         }  # fmt: skip
         (folder / "evaluation" / name).mkdir(parents=True)
         (folder / "evaluation" / name / "wer.json").write_text(json.dumps(result))
@@ -54,14 +54,35 @@ def test_the_card_is_one_of_the_hub(effasr, run, tmp_path):
     for line in (
         "- Trained on: train",
         "- Updates: ",
-        "| dev | 4 | 8 | 12.50 | 10.00 to 20.00 | 12.50 | basic | 12.5 |",
-        "| no\\|words | 4 | 8 | - | - | - | basic | 12.5 |",
+        "| dev | 4 | 8 | 12.50 | 10.00 to 20.00 | 12.50 | basic | ctc, beam 4 | 12.5 |",
+        "| no\\|words | 4 | 8 | - | - | - | basic | ctc, beam 4 | 12.5 |",
         "feed_forward: 16",
         "Licence: cc-by-4.0. Author: Zoë &amp; Co..",
         "CanaryForConditionalGeneration.from_pretrained",
     ):
         assert line in card.content, line
     assert str(tmp_path) not in card.content
+
+
+@pytest.mark.parametrize(("out", "card"), [("o.nemo", "o.md"), ("onnx", "onnx/README.md")])
+def test_other_formats_have_cards_too(effasr, run, tmp_path, monkeypatch, out, card):
+    if out == "onnx":
+        pytest.importorskip("onnxscript")
+    options = ("--license", "mit", "--base-model", "nvidia/canary")
+    format_ = ("--format", "onnx") if out == "onnx" else ()
+    done = effasr("export", run, tmp_path / out, *format_, *options)
+    assert done.code == 0, done.err
+    path = tmp_path / card
+    head, text = front(path), path.read_text()
+    assert (head["license"], head["base_model"]) == ("mit", "nvidia/canary")
+    assert head["library_name"] == ("onnx" if format_ else "nemo")
+    assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == 12.5
+    assert "- Trained from: nvidia/canary" in text
+    command = "python infer.py recording.wav" if format_ else "restore_from('o.nemo')"
+    assert command in text
+    path.write_text("by hand")
+    assert effasr("export", run, tmp_path / out, *format_).code == 0
+    assert path.read_text() == "by hand"
 
 
 def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog):
