@@ -21,6 +21,7 @@ from effasr.optim.schedules import ScheduleConfig, relative_batch
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.loss import LossConfig
 from effasr.training.profiler import ProfileConfig
+from effasr.untrusted.remote import is_url, local_path
 
 _STEPS = 100_000
 _UNITS = {"s": 1, "min": 60, "h": 3600}
@@ -377,7 +378,7 @@ class TrainConfig:
 
     Attributes:
         name: Name of the run; its files are in ``output/name``.
-        output: Folder of runs.
+        output: Folder of runs, or a URL of one in an object store.
         seed: Seed of the weights, the order of the data, dropout and augmentation.
         init_from: A model directory, or a run, to start from: its weights, its tokenizer and its
             architecture, of which ``model`` overrides single fields. With ``data.tokenizer`` its
@@ -397,7 +398,7 @@ class TrainConfig:
     """
 
     name: str = "run"
-    output: str = "runs"
+    output: str = field(default="runs", metadata={"remote": True})
     seed: int = 0
     init_from: str | None = field(default=None, metadata={"remote": True})
     lora: LoRAConfig | None = None
@@ -420,11 +421,11 @@ class TrainConfig:
         overrides, source = mapping.get("model"), mapping.get("init_from")
         if not overrides or not isinstance(overrides, Mapping) or not isinstance(source, str):
             return mapping
-        run = Path(str(mapping.get("output", "runs"))) / str(mapping.get("name", "run"))
+        run = run_folder(str(mapping.get("output", "runs")), str(mapping.get("name", "run")))
         for path in (source, run):
             try:
                 model = checkpoint.read_description(checkpoint.resolve(path)).model
-            except (checkpoint.CheckpointError, OSError):
+            except (ValueError, OSError):
                 # `resolve` raises the error if the model is needed.
                 continue
             base = configuration.to_mapping(model)
@@ -446,6 +447,11 @@ class TrainConfig:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"`name` must be usable as a folder's name, but is {self.name!r}.")
         check(0 <= self.seed < 2**63, "seed", "be at least 0 and fit in 63 bits", self.seed)
+
+
+def run_folder(output: str, name: str) -> Path:
+    """Return the folder that a run is trained in: in the cache, if ``output`` is a URL."""
+    return local_path(f"{output}/{name}", "runs") if is_url(output) else Path(output) / name
 
 
 def _has_subsampling(section: Any) -> bool:

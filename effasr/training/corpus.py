@@ -12,6 +12,7 @@ from effasr.checks import check
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.training.checkpointing.resume import Saved, begin_anew
 from effasr.training.config import TrainConfig
+from effasr.untrusted.remote import cache_folder, is_url
 
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
@@ -116,7 +117,8 @@ def _check_unknown(unknown: int, tokens: int, limit: float) -> None:
 
 def _cache_folder(config: TrainConfig) -> Path | None:
     if config.data.cache == "auto":
-        return Path(config.output) / ".corpus"
+        is_remote = is_url(config.output)
+        return cache_folder() / "corpus" if is_remote else Path(config.output) / ".corpus"
     return None if config.data.cache is None else Path(config.data.cache)
 
 

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -37,6 +36,7 @@ from effasr.training.config import (
     LoopConfig,
     TrainConfig,
     interval_seconds,
+    run_folder,
 )
 from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.monitor import build_diagnostics
@@ -47,12 +47,14 @@ from effasr.training.fault_tolerance.watchdog import Watchdog
 from effasr.training.metrics import MixtureStats, TrainingMetrics
 from effasr.training.profiler import PROFILE_FOLDER, StepProfiler
 from effasr.training.resolve import Resolved, resolve
+from effasr.training.run_dir.remote_run import RemoteRun
 from effasr.training.run_dir.run_directory import RunDirectory
 from effasr.training.run_dir.run_log import RunLog
 from effasr.training.run_dir.summary import describe_alignment, describe_data, describe_model
 from effasr.training.step import train_step
 from effasr.training.strategies.parallelism import average_over_ranks, full_weights, is_sharded
 from effasr.training.weights import source_of_model
+from effasr.untrusted.remote import is_url
 
 if TYPE_CHECKING:
     from effasr.training.untranscribed.pretraining import LossResult, LossValidator
@@ -89,10 +91,15 @@ def _run(config: TrainConfig) -> int:
     ):
         if not context.is_main:
             logging.getLogger("effasr").setLevel(logging.ERROR)
-        with closing(RunDirectory(Path(config.output) / config.name)) as directory:
+        folder = run_folder(config.output, config.name)
+        with closing(RunDirectory(folder)) as directory:
             # All processes of this start of the run share the name in the lock, so that a rank that
             # replaces rank 0 recognizes it.
-            run_log = RunLog(directory, context.broadcast(uuid.uuid4().hex))
+            start = context.broadcast(uuid.uuid4().hex)
+            run_log = RunLog(directory, start)
+            if is_url(config.output) and context.is_main:
+                url = f"{config.output}/{config.name}"
+                directory.remote = RemoteRun(url, folder, settings.keep, start)
             checkpoints = RunCheckpoints(
                 directory.checkpoints, settings.keep, background=settings.async_save
             )
@@ -133,6 +140,8 @@ def _find_checkpoint(
         run_log.lock()
         # Nothing is renamed before everything was checked: `RunDirectory.open` does it.
         directory.must_restart = restart and directory.begins_anew()
+        if directory.remote is not None:
+            directory.remote.fetch(must_restart=directory.must_restart)
         newest = None if directory.must_restart else checkpoints.newest()
     path = context.broadcast(newest and newest[0])
     if path is None:

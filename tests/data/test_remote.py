@@ -9,17 +9,13 @@ import torch
 from effasr.data.manifest.reader import read
 from effasr.untrusted import remote
 from tests.support.corpora import load_corpus, make_loader, take_steps
-from tests.support.object_store import object_store
+from tests.support.object_store import forget, object_store
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
+def store(tmp_path):
     with object_store(tmp_path / "cache") as opened:
         yield opened
-    remote._localized.cache_clear()
-    remote._archive_size.cache_clear()
-    remote._broken.clear()
 
 
 def as_files(manifest, folder):
@@ -48,7 +44,7 @@ def test_a_remote_corpus_is_the_local_one_sample_by_sample(
         assert np.array_equal(corpus.example(index).audio, local.example(index).audio)
     # All of it is in the cache now.
     store.proxy.requests.clear()
-    remote._localized.cache_clear()
+    forget()
     again = load_corpus(remote.localized(f"{url}/{name}".rstrip("/")), tokenizer)
     assert np.array_equal(again.example(3).audio, local.example(3).audio)
     requests = store.proxy.requests
@@ -130,6 +126,6 @@ def test_the_cache_stays_within_its_size(store, tmp_path, monkeypatch):
     # A file that was replaced is downloaded again by the next process.
     (folder / "0.wav").write_bytes(b"new")
     store.upload(folder, "set")
-    remote._localized.cache_clear()
+    forget()
     remote.ensure(remote.localized(f"{store.url}/set") / "0.wav")
     assert (local / "0.wav").read_bytes() == b"new"

@@ -14,6 +14,8 @@ from typing import cast
 
 import pytest
 
+from effasr.untrusted import remote
+
 BUCKET = "corpus"
 _HOP = {"connection", "transfer-encoding", "content-length", "server", "date"}
 _EXPIRED = (
@@ -118,6 +120,14 @@ class Store:
         return sorted(name.removeprefix(f"{start}/") for name in files.find(start))
 
 
+def forget() -> None:
+    """Begin as another process does."""
+    remote._localized.cache_clear()
+    remote._archive_size.cache_clear()
+    remote._broken.clear()
+    filesystem().invalidate_cache()
+
+
 def filesystem():
     import fsspec
 
@@ -143,11 +153,13 @@ def object_store(cache: Path) -> Iterator[Store]:
         patch.setenv("AWS_MAX_ATTEMPTS", "1")
         patch.setenv("EFFASR_REMOTE_CACHE", str(cache))
         patch.setenv("EFFASR_REMOTE_PATIENCE", os.environ.get("EFFASR_REMOTE_PATIENCE", "30"))
+        patch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
         filesystem().clear_instance_cache()
         filesystem().mkdir(BUCKET)
         try:
             yield Store(proxy)
         finally:
+            forget()
             filesystem().clear_instance_cache()
             proxy.shutdown()
             proxy.server_close()

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -19,6 +19,10 @@ from effasr.data.locks import LOCK, RunLock, launcher, torchrun_job
 from effasr.training.run_dir.loggers import Loggers
 from effasr.untrusted.display import utf8
 from effasr.untrusted.documents import with_checksum_line
+from effasr.untrusted.remote import shown
+
+if TYPE_CHECKING:
+    from effasr.training.run_dir.remote_run import RemoteRun
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class RunDirectory:
         self._lock: RunLock | None = None
         self._sums: dict[str, list[int]] = {}
         self._expected: dict[str, list[int]] = {}
+        self.remote: RemoteRun | None = None  # The copy in an object store
         self.must_restart = False  # Whether `open` sets the directory of an earlier run aside
 
     @property
@@ -87,6 +92,8 @@ class RunDirectory:
         if not self.begins_anew():
             return None
         job, aside = torchrun_job()[0], self.set_aside()
+        if self.remote is not None:
+            self.remote.set_aside()
         if job is not None:
             self.path.mkdir(parents=True, exist_ok=True)
             _replace(self.path / RESTARTED, json.dumps({"job": job, **launcher()}) + "\n")
@@ -140,6 +147,8 @@ class RunDirectory:
             log.warning("renamed the earlier run %s to %s", self.path, renamed)
         self.must_restart = False
         self.path.mkdir(parents=True, exist_ok=True)
+        if self.remote is not None:
+            self.remote.start()
         _replace(self.path / RUN_CONFIG, with_checksum_line(config))
         for name in _GROWING:
             self._sums[name] = _truncate(self.path / name, step, self._expected.get(name))
@@ -157,6 +166,8 @@ class RunDirectory:
             if self._loggers is not None:
                 self._loggers.close()
         finally:
+            if self.remote is not None:
+                self.remote.close()
             if self._lock is not None:
                 self._lock.release()
 
@@ -233,7 +244,7 @@ def _readable(path: Path) -> tuple[list[str], list[int]]:
 
 
 def _encode(line: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n"
+    return shown(json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def _finite(value: Any) -> Any:
