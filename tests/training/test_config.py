@@ -108,7 +108,6 @@ def of_features(**fields) -> TrainConfig:
             lambda: configuration.from_mapping(TrainConfig, {"data": {"validation": None}}),
             r"`data.validation` must be .* but is None: write \[\] for none",
         ),
-        (lambda: TrainConfig(output="s3://bucket/runs"), "`output` must be a folder .* the URL"),
         (lambda: EvaluationConfig(max_utterances=0), "`max_utterances` must be at least 1"),
         (lambda: find_tokenizer(TrainConfig(), None), r"`data\.tokenizer` must be a folder"),
         (lambda: load_corpus(TrainConfig(), NoTokenizer(), None), "`data.train` must name at le"),
