@@ -21,6 +21,8 @@ from pyarrow import parquet as pq
 from effasr.data.audio import embedded
 from effasr.data.audio.table_rows import TableRow
 from effasr.data.audio.waveform import AudioError, AudioSegment, load_audio, read_audio
+from effasr.data.filters.config import Limits
+from effasr.data.index.corpus_cache import CorpusCache
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 from tests.support.corpora import make_loader, read_lines, take_steps, write_lines, write_tone
@@ -50,6 +52,7 @@ def assert_equal(first, second):
         assert all(map(torch.equal, a, b))
 
 
+@pytest.mark.representative(source=["nemo sharded", "webdataset", "parquet", "samples"])
 def test_batches_are_those_of_plain_files(source, tokenizer, tmp_path):
     path, manifest = source
     plain = batches(manifest, tokenizer)
@@ -371,3 +374,22 @@ def test_shards_of_parts_and_formats(tmp_path):
     for shards, out in ((3, "out"), (None, "out"), (3, "plain")):
         with pytest.raises(ValueError, match="is there already, from another `effasr prepare`"):
             prepare(manifest, tmp_path / out, shards=shards)
+
+
+@pytest.mark.parametrize("name", ["webdataset", "parquet"])
+def test_places_are_cached_until_a_file_changes(nemo, tokenizer, tmp_path, name):
+    path = make_source(name, nemo(7), tmp_path / "source")
+    arguments = ([path], tokenizer, Limits(), "en", [0])
+    notes = []
+    cache = CorpusCache(tmp_path / "cache", notes.append, jobs=1, least_bytes=1)
+    first = cache(*arguments)
+    assert not any(note.startswith("7 utterances, cached") for note in notes)
+    again = cache(*arguments)
+    assert notes[-1].startswith("7 utterances, cached in")
+    for row in range(7):
+        assert np.array_equal(load_audio(again.audio[row]), load_audio(first.audio[row]))
+    changed = min(path.iterdir())
+    os.utime(changed, ns=(0, 0))
+    notes.clear()
+    assert len(cache(*arguments)) == 7
+    assert not any(note.startswith("7 utterances, cached") for note in notes)
