@@ -473,11 +473,9 @@ def test_handshakes_have_limits_and_a_neighbour_may_connect_again(monkeypatch, c
             until = time.monotonic() + 20.0
             return introduce(connected(), local.key, connecting=number, listening=1, until=until)
 
-        for silent in [connected() for _ in range(3)]:
-            assert len(silent.recv(32)) == 32
-            assert silent.recv(1) == b""
-        reasons = [message.rpartition(": ")[2] for message in caplog.messages]
-        assert sorted(reasons) == ["it was silent"] * 2 + ["too many came"]
+        for client in [connected() for _ in range(3)]:
+            assert len(client.recv(32)) == 32
+            assert client.recv(1) == b""
         with pytest.raises(HandshakeError, match="closed the connection"):
             introduced(4)
         first, _ = introduced(0), introduced(0)
@@ -485,6 +483,10 @@ def test_handshakes_have_limits_and_a_neighbour_may_connect_again(monkeypatch, c
         introduced(2)
         for connection in accepting.result().values():
             connection.close()
+    dropped = [text for text in caplog.messages if "dropped a connection" in text]
+    silent, stranger = ["it was silent"] * 2, "learner 4 is not a neighbour"
+    reasons = sorted(text.rpartition(": ")[2] for text in dropped)
+    assert reasons == [*silent, stranger, "too many came"]
     assert local.rejected_connections == 4
 
 
