@@ -242,30 +242,55 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def read_range(path: str | Path, start: int, end: int) -> bytes:
-    """Return bytes of an archive in the cache; they are kept there, too."""
+    """Return bytes of an archive in the cache, which keeps the blocks that have them."""
     url = url_of(path)
     assert url is not None
+    size = _archive_size(url)
+    end = min(end, size)  # a manifest may claim any
     if not os.path.exists(path):
         _place(url, _call(url, lambda fs, remote: fs.info(remote)))
-    key = f"{url} {os.stat(path).st_mtime_ns} {start} {end}"
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    file = cache_folder() / "ranges" / digest[:2] / digest
-    with suppress(FileNotFoundError):
-        data = file.read_bytes()
-        os.utime(file)
-        return data
+    first, stamp = start // _BLOCK, os.stat(path).st_mtime_ns
+    files = [_block_file(f"{url} {stamp} {n}") for n in range(first, -(-end // _BLOCK))]
+    blocks = [_cached(file) for file in files]
+    while b"" in blocks:
+        low = high = blocks.index(b"")
+        while high < len(blocks) and not blocks[high]:
+            high += 1
+        offset, stop = (first + low) * _BLOCK, min((first + high) * _BLOCK, size)
+        data = _call(url, _fetch(offset, stop))
+        for number in range(low, high):
+            blocks[number] = data[(number - low) * _BLOCK :][:_BLOCK]
+            _keep(files[number], blocks[number])
+    return b"".join(blocks)[start - first * _BLOCK : end - first * _BLOCK]
 
+
+def _fetch(start: int, end: int) -> Callable[[Any, str], bytes]:
     def fetch(fs: Any, remote: str) -> bytes:
         data = fs.cat_file(remote, start=start, end=end)
         if len(data) != end - start:
             raise OSError(errno.EIO, f"{len(data)} bytes of {end - start} came")
         return data
 
-    data = _call(url, fetch)
+    return fetch
+
+
+def _block_file(key: str) -> Path:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return cache_folder() / "ranges" / digest[:2] / digest
+
+
+def _cached(file: Path) -> bytes:
+    with suppress(FileNotFoundError):
+        data = file.read_bytes()
+        os.utime(file)
+        return data
+    return b""
+
+
+def _keep(file: Path, data: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     _publish(file, time.time_ns(), lambda partial: partial.write_bytes(data))
     _evict(len(data))
-    return data
 
 
 def open_archive(path: str | Path) -> BinaryIO | None:

@@ -81,6 +81,7 @@ def test_a_shard_that_fails_for_good_is_listed_as_a_broken_file_is(
     skipping = make_loader(path, tokenizer, micro_batches=1, on_bad_audio="skip")
     strict = make_loader(path, tokenizer, micro_batches=1)
     monkeypatch.setenv("EFFASR_REMOTE_PATIENCE", "0.2")
+    shutil.rmtree(tmp_path / "cache" / "ranges")
     store.proxy.always = {"recording.000001.tar": fault}
     steps = take_steps(skipping, skipping.count_steps([0, 1]))
     skipped = [drop for step in steps for drop in step.skipped]
