@@ -22,7 +22,7 @@ from effasr.cli.options import (
 )
 from effasr.cli.progress import progress_counter
 
-# With a model of 40 % CER, 97 % of right texts score more; a good one gives right texts 0.8 to 1.
+# The median of right texts was 0.23 with a model of 40 % CER, and 1.0 with a good one.
 _SCORE = 0.05
 
 
