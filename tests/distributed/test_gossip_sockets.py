@@ -478,7 +478,10 @@ def test_handshakes_have_limits_and_a_neighbour_may_connect_again(monkeypatch, c
             assert client.recv(1) == b""
         with pytest.raises(HandshakeError, match="closed the connection"):
             introduced(4)
-        first, _ = introduced(0), introduced(0)
+        first = introduced(0)
+        while 0 not in local._connected:  # the listener is told by a thread
+            time.sleep(0.01)
+        introduced(0)
         assert first.recv(1) == b""
         introduced(2)
         for connection in accepting.result().values():

@@ -379,6 +379,6 @@ def reason(error: Exception) -> str:
 
 
 def one_line(error: object) -> str:
-    """Return a message on one line, and not a long one."""
+    """Return a message on one line, and not a long one; behind a long path stands the reason."""
     text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= 400 else f"{text[:100]} ... {text[-300:]}"

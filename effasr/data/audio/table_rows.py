@@ -51,7 +51,7 @@ class TableRow:
         try:
             return _audio_file(_cache().value(self))
         except _OF_DAMAGE as error:
-            problem = str(error).removeprefix(f"{self.path}: ")
+            problem = str(error).removeprefix(self.path).lstrip(": ")
             raise ValueError(f"{self}: the audio cannot be read: {problem}") from error
 
 
