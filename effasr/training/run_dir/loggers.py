@@ -154,7 +154,7 @@ class _Attempt:
         if not isinstance(error, Exception):
             return False
         self._open.pop(self._name, None)
-        hint = f": pip install 'effasr[{self._name}]'" if isinstance(error, ImportError) else ""
+        hint = f": `pip install {self._name}`" if isinstance(error, ImportError) else ""
         log.warning(
             "training.loggers: %s failed and is left out until the next start (%s: %s)%s",
             *(self._name, type(error).__name__, error, hint),
