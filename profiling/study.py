@@ -33,7 +33,6 @@ import json
 import math
 import os
 import random
-import resource
 import shlex
 import shutil
 import string
@@ -174,14 +173,12 @@ def run(plan: Plan, table: Path | None) -> None:
         if not marker.is_file():
             # An interrupted stage begins anew: its processor time would be missing.
             shutil.rmtree(job.folder, ignore_errors=True)
-            before = _children_s()
-            for command in job.commands:
-                _call(command, job.folder, sources)
-            spent = {"commands": job.commands, "cpu_s": _children_s() - before}
-            marker.write_text(json.dumps(spent), encoding="utf-8")
+            costs = [_call(command, job.folder, sources)[1:] for command in job.commands]
+            spent = {"cpu_s": sum(x for x, _ in costs), "peak_gb": max(x for _, x in costs)}
+            marker.write_text(json.dumps({"commands": job.commands, **spent}), encoding="utf-8")
     rows = []
     for job, files, each, values in plan.rows:
-        printed = "".join(_call(command, job.folder, sources) for command in job.commands)
+        printed = "".join(_call(command, job.folder, sources)[0] for command in job.commands)
         texts = [Path(file).read_text(encoding="utf-8") for file in files if file]
         if not files and printed.lstrip().startswith("{"):
             texts = [printed]
@@ -200,13 +197,14 @@ def run(plan: Plan, table: Path | None) -> None:
             tables.append(table, columns, row)
 
 
-def _call(command: str, folder: Path, sources: Path) -> str:
+def _call(command: str, folder: Path, sources: Path) -> tuple[str, float, float]:
+    """Run a command; return its output, seconds of processor time and peak memory in GB."""
     folder.mkdir(parents=True, exist_ok=True)
     words = shlex.split(command)
     tables.show(f"$ {command}")
     if words[0] == "subset":
         subset(words[1:])
-        return ""
+        return "", 0.0, 0.0
     programs = {"python": [sys.executable], "effasr": [sys.executable, "-m", "effasr.cli"]}
     words = [*programs.get(words[0], words[:1]), *words[1:]]
     paths = [str(sources), str(sources / "kernels"), os.environ.get("PYTHONPATH", "")]
@@ -214,17 +212,20 @@ def _call(command: str, folder: Path, sources: Path) -> str:
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         log.write(f"$ {command}\n")
         log.flush()
-        done = subprocess.run(
-            words,
-            **{"env": os.environ | variables, "stdout": subprocess.PIPE, "stderr": log},
-            **{"text": True, "check": False},
+        process = subprocess.Popen(
+            words, env=os.environ | variables, stdout=subprocess.PIPE, stderr=log, text=True
         )
-        log.write(done.stdout)
-    if done.returncode:
+        assert process.stdout is not None
+        with process.stdout:
+            output = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)  # its usage, with that of its children
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log.write(output)
+    if process.returncode:
         raise RuntimeError(
-            f"`{command}` ended with exit code {done.returncode}: see {folder / 'log.txt'}"
+            f"`{command}` ended with exit code {process.returncode}: see {folder / 'log.txt'}"
         )
-    return done.stdout
+    return output, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9
 
 
 def _row(plan: Plan, values: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,16 +250,18 @@ def _figures(plan: Plan) -> dict[str, Any]:
     from benchmarks.harness import provenance
 
     last: dict[str, Any] = {}
-    spent, updates = [0.0], 0
+    spent, peak, updates = [0.0], 0.0, 0
     for name, job in plan.stages.items():
         if name not in plan.grid["stages"]:
             continue
-        marker = (job.folder / "stage.json").read_text(encoding="utf-8")
-        spent.append(json.loads(marker)["cpu_s"])
+        marker = json.loads((job.folder / "stage.json").read_text(encoding="utf-8"))
+        spent.append(marker["cpu_s"])
+        peak = max(peak, marker["peak_gb"])
         for metrics in job.folder.glob("*/metrics.jsonl"):
             last = _trained(metrics)
             updates += last["steps"]
     costs = {"cpu_s": round(sum(spent), 1), "own_cpu_s": round(spent[-1], 1), "updates": updates}
+    costs["peak_gb"] = round(peak, 2)
     return {**costs, **last, **provenance(torch.device("cpu"))}
 
 
@@ -293,11 +296,6 @@ def _at(content: Any, path: str) -> Any:
         elif isinstance(content, dict):
             content = content.get(part)
     return content
-
-
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def subset(arguments: Sequence[str]) -> None:

@@ -51,7 +51,18 @@ GRID = {
             "values": {"system": "$cell"},
         }
     ],
-    "columns": ["study", "system", "seed", "updates", "steps", "wer", "wer_low", "words", "git"],
+    "columns": [
+        "study",
+        "system",
+        "seed",
+        "updates",
+        "steps",
+        "wer",
+        "wer_low",
+        "words",
+        "git",
+        "peak_gb",
+    ],
     "from": {"wer_low": "wer_interval.0"},
     "percent": ["wer_low"],
 }
@@ -63,17 +74,17 @@ class InProcess:
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
 
-    def __call__(self, command: str, folder: Path, sources: Path) -> str:
+    def __call__(self, command: str, folder: Path, sources: Path) -> tuple[str, float, float]:
         folder.mkdir(parents=True, exist_ok=True)
         program, *words = shlex.split(command)
         self.commands.append([program, *words])
         if program == "subset":
             study.subset(words)
-            return ""
+            return "", 0.0, 0.0
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             assert main(words) == 0
-        return printed.getvalue()
+        return printed.getvalue(), 1.5, 0.25
 
 
 @pytest.fixture
@@ -103,6 +114,7 @@ def test_a_grid_from_data_to_rows(grid, monkeypatch, capsys) -> None:
         assert int(row["words"]) >= 2
         assert float(row["wer_low"]) <= 100 * float(row["wer"])
         assert row["git"]
+        assert row["peak_gb"] == "0.25"
     # The second cell has used what the first one made.
     assert [words[1] for words in ran.commands if words[0] == "effasr"] == [
         *("tokenizer", "train", "evaluate"),
@@ -127,6 +139,15 @@ def test_a_grid_from_data_to_rows(grid, monkeypatch, capsys) -> None:
     Path("runs/studies/little/rows.csv").unlink()
     study.main([str(grid), "--seeds", "0", "--only", "tuned"])
     assert [words[1] for words in ran.commands[before:]] == ["train", "evaluate"]
+
+
+def test_costs_of_a_command_are_its_own(tmp_path) -> None:
+    program = "x = b'1' * 900_000_000; print(len(x))"
+    for lines, least, most in ((program, 0.9, 1.2), ("print(1)", 0.0, 0.8)):
+        printed, seconds, peak_gb = study._call(f'python -c "{lines}"', tmp_path, study.ROOT)
+        assert printed.strip().isdigit()
+        assert seconds > 0
+        assert least <= peak_gb < most
 
 
 def test_a_subset_has_each_second_once(tmp_path) -> None:
