@@ -15,7 +15,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -80,48 +79,6 @@ def inject(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [Outcome(**json.loads(line)) for line in done.stdout.splitlines()]
-
-
-def trace(library: Path, module: str, folder: Path) -> tuple[int, list[str]]:
-    """Return how many calls of a scenario are counted, and those that strace sees.
-
-    strace sees every call of the kernel below the folder; those that change nothing are left out.
-    """
-    log = folder / "trace.txt"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-    }  # fmt: skip
-    command = ["strace", "-f", "-y", "-E", f"LD_PRELOAD={library}", "-o", str(log)]
-    command += ["-e", "trace=%file,%desc", sys.executable, "-m", "tests.faults.injection"]
-    done = subprocess.run(
-        [*command, module, "count", "1", str(folder)], env=environment, cwd=ROOT, timeout=280,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    lines = log.read_text().splitlines()
-    begin, end = (number for number, line in enumerate(lines) if f'"{_MARK}"' in line)
-    below = [line for line in lines[begin:end] if f"{folder / 'state'}" in line]
-    return int(done.stdout), [line for line in below if _changes(line)]
-
-
-_MARK = "/scenario"
-
-_HARMLESS = {
-    "access", "chdir", "close", "dup", "faccessat", "faccessat2", "fadvise64", "fcntl", "fgetxattr",
-    "flistxattr", "flock", "fstat", "getdents64", "getxattr", "ioctl", "lgetxattr", "listxattr",
-    "llistxattr", "lseek", "lstat", "newfstatat", "pread64", "read", "readlink", "readlinkat",
-    "readv", "stat", "statfs", "statx",
-}  # fmt: skip
-
-
-def _changes(line: str) -> bool:
-    """Return whether a line of strace is a call that changes a file."""
-    result = re.match(r"\d+ +(\w+)\(", line)
-    if result is None or result[1] in _HARMLESS:
-        return False
-    if result[1] in ("open", "openat"):
-        return re.search("O_CREAT|O_TRUNC|O_WRONLY|O_RDWR", line) is not None
-    return result[1] != "mmap" or ("PROT_WRITE" in line and "MAP_SHARED" in line)
 
 
 def _in_child(run: Callable[[], Any]) -> Any:
@@ -191,14 +148,6 @@ def main(module: str, fault: str, stride: str, root: str):
     before = Path(root) / "before"
     before.mkdir(parents=True)
     scenario.prepare(before)
-    if fault == "count":
-        shutil.copytree(before, folder, symlinks=True)
-        Path(_MARK).exists()
-        calls, error = _act(scenario, folder, library, "none", 1)
-        Path(_MARK).exists()
-        assert not error, error
-        sys.stdout.write(str(calls))
-        return
     # A collection in a child would write to the header of each object, and so copy its page.
     gc.collect()
     gc.freeze()

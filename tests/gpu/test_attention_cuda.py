@@ -1,24 +1,20 @@
 """Attention in CUDA C++: on a GPU from the installed library, emulated as nvcc compiles it."""
 
 import shutil
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import effasr_kernels
 from effasr_kernels import BackendUnavailable, Context, RelativeBias, attention
-from effasr_kernels.packed import PackedLayout, pack
+from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import cuda
 from tests.gpu.conftest import EMULATED, INTERPRETED
-from tests.support.conformance import Case, CaseFor, check_kernel, check_values
+from tests.support.conformance import CaseFor, check_kernel, check_values
 from tests.support.operation_cases import attention as cases
 from tests.support.philox import PhiloxDropout
 
-CSRC = Path(effasr_kernels.__file__).parents[2] / "csrc"
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
 pytestmark = [
@@ -108,76 +104,3 @@ def test_refusals(options: dict[str, Any], reason: str, device: torch.device) ->
             scale=options.get("scale"),
             backend="cuda",
         )
-
-
-_FORWARD, _BACKWARD, _SCORES = "attention_forward.cu", "attention_backward.cu", "cuda/scores.cuh"
-_MUTANTS = {
-    "barrier": (_FORWARD, "    __syncthreads();\n    // All warps", "    // All warps"),
-    "wait": (_FORWARD, "    wait_for_copies<1>();\n", ""),
-    "ring_index": (_SCORES, " + r - 15;", " + r - 14;"),
-    "mask": (_FORWARD, "key + kRows > of_first.end", "false"),
-}
-_MORE_MUTANTS = {
-    "table": (_FORWARD, "copy_table(step + 2)", "copy_table(step + 1)"),
-    "kept_columns": (_SCORES, "= *reinterpret_cast<float4*>(at + kRows)", "= float4{}"),
-    "dropout": (_SCORES, "key / 32 * 4", "key / 16 * 4"),
-}
-_OF_BACKWARD = {
-    "barrier_of_keys": (
-        _BACKWARD,
-        "    __syncthreads();\n    x.query += kRows",
-        "    x.query += kRows",
-    ),
-    "mask_of_keys": ("cuda/gradients.cuh", " || x.key + kRows > of_first.end", ""),
-    "diagonal": (_BACKWARD, "63 + 64 * lower", "62 + 64 * lower"),
-}
-
-
-@pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the sources, which is emulated instead."""
-    from emulator import emulate
-
-    folder = tmp_path / "csrc"
-    shutil.copytree(CSRC, folder)
-    monkeypatch.setattr(emulate, "_CSRC", folder)
-    monkeypatch.setattr(emulate, "_BINARIES", {})
-    yield folder
-    emulate.compiled_by_nvcc.cache_clear()
-
-
-@pytest.mark.skipif(not EMULATED, reason="a GPU may crash, or be lucky")
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        *_MUTANTS,
-        *(pytest.param(x, marks=pytest.mark.extended) for x in _MORE_MUTANTS | _OF_BACKWARD),
-    ],
-)
-def test_mutants_are_caught(mutant: str, sources: Path) -> None:
-    from emulator.machine import Fault
-
-    name, text, other = (_MUTANTS | _MORE_MUTANTS | _OF_BACKWARD)[mutant]
-    source = (sources / name).read_text()
-    assert source.count(text) == 1
-    (sources / name).write_text(source.replace(text, other))
-    with pytest.raises((AssertionError, Fault)) as caught:
-        _check(_case((200,), dropout=0.25, seed=3), is_trained=mutant in _OF_BACKWARD)
-    if "barrier" in mutant or mutant == "wait":
-        assert caught.type is Fault
-
-
-def _check(case: CaseFor, is_trained: bool) -> None:
-    if is_trained:
-        check_values(case, BFLOAT16, "cpu", "cuda")
-        return
-    with torch.no_grad():
-        results = [_result(case(backend)) for backend in ("cuda", "reference")]
-    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
-
-
-def _result(case: Case) -> torch.Tensor:
-    packed = {name: pack([x.to(BFLOAT16) for x in pieces]) for name, pieces in case.packed.items()}
-    result = case.run(packed, {name: x.to(BFLOAT16) for name, x in case.shared.items()})
-    assert isinstance(result, torch.Tensor)
-    return result

@@ -70,14 +70,6 @@ def problem(
     return made
 
 
-def test_scores_are_finite_to_whole_vectors(dtype: torch.dtype, device: torch.device) -> None:
-    """Attention multiplies those past the last key by zeros."""
-    given = problem(dtype, device, (67, 5, 8))
-    table, bias = given.position.table, given.position.position_bias
-    scores = relative_scores(given.q, bias, table, given.layout_q, given.layout_k)
-    assert scores.masked_fill(~given.defined(8), 0).isfinite().all()
-
-
 def test_the_backward_gets_the_queries_with_the_content_bias(
     dtype: torch.dtype, device: torch.device
 ) -> None:

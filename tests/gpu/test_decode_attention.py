@@ -40,8 +40,16 @@ _CASES = [
         ((3, 20), {"size": 16, "hypotheses": hypotheses, "width": width, "heads": 1}, None)
         for hypotheses, width in ((5, 80), (2, 200), (1, 1), (1, 130), (17, 16))
     ),
+    # Tiles lie within a page, or not; there are more pages than are needed.
+    *(
+        ((33, 70), {"size": size, "columns": columns, "hypotheses": hypotheses, "heads": 1}, 2)
+        for size, columns, hypotheses in (
+            *((32, 3, 1), (1, 70, 1), (75, 1, 2)),
+            *((32, 3, 2), (1, 70, 2), (75, 1, 1)),
+        )
+    ),
 ]
-_PUSHED = (0, 2, 3, 5, 8, 9)
+_PUSHED = (0, 2, 3, 5, 8, 9, 13, 14, 15)
 
 
 def _check(batch: Paged, dtype: torch.dtype, device: torch.device, splits: int | None) -> None:
@@ -67,16 +75,6 @@ def test_matches_the_reference(
     device: torch.device,
 ) -> None:
     _check(draw(of_keys, **options), dtype, device, splits)
-
-
-@pytest.mark.parametrize("hypotheses", [1, 2])
-@pytest.mark.parametrize(("size", "columns"), [(32, 3), (1, 70), (75, 1)], ids=str)
-@pytest.mark.representative(size=[1, 32], hypotheses=1)
-@pytest.mark.representative(size=75, hypotheses=2)
-def test_pages_of_any_size(hypotheses: int, size: int, columns: int, device: torch.device) -> None:
-    """Tiles lie within a page, or not; there are more pages than are needed."""
-    batch = draw((33, 70), size=size, columns=columns, hypotheses=hypotheses, heads=1)
-    _check(batch, torch.float32, device, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -50,18 +51,20 @@ class Row:
         return ", ".join([lengths, *(f"{key}={value}" for key, value in self.options.items())])
 
 
-def _awkward(extended: bool = False, **options: Any) -> list[Row]:
+def _awkward(
+    extended: bool = False,
+    *,
+    tail: int = 3,
+    dtypes: tuple[torch.dtype, ...] = tuple(DTYPES),
+    **options: Any,
+) -> list[Row]:
     return [
-        Row(lengths, options, extended=extended or name not in _RAGGED)
+        Row(lengths, options, tail, dtypes, extended=extended or name not in _RAGGED)
         for name, lengths in AWKWARD_LENGTHS.items()
     ]
 
 
-def _awkward_float32(extended: bool = False, **options: Any) -> list[Row]:
-    return [
-        Row(lengths, options, 6, _FLOAT32, extended=extended or name not in _RAGGED)
-        for name, lengths in AWKWARD_LENGTHS.items()
-    ]
+_awkward_float32 = partial(_awkward, tail=6, dtypes=_FLOAT32)
 
 
 def _each(

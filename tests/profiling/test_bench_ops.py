@@ -287,8 +287,3 @@ def test_torchaudio_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(transducer.Batch, "padded_logits", 2**31)
     with pytest.raises(ValueError, match="2147483648 logits, but its offsets have 32 bits"):
         RNNT.peers["torchaudio float32"]()
-
-
-def test_transformers_is_called_as_it_wants() -> None:
-    pytest.importorskip("transformers", minversion="5.23")
-    assert _distance(TDT, "transformers dense") < 1e-5
