@@ -17,7 +17,7 @@ INPUTS ?= 1000
 
 # How often in a row `make test-processes` runs the tests that start processes.
 RUNS ?= 20
-PROCESS_TESTS = tests/distributed tests/faults tests/data/test_locks.py tests/data/test_loader.py \
+PROCESS_TESTS = tests/distributed tests/faults tests/data/test_loader.py \
   tests/data/test_corpus_cache_processes.py tests/training/test_checkpointing.py \
   $(shell grep -rlE 'tests\.support\.run_ranks|"torch\.distributed\.run"' tests --include='test_*.py')
 

@@ -569,15 +569,6 @@ def test_few_rows_share_the_vocabulary(rows: int, count: int, splits: int) -> No
     assert merging.grid == (rows,)
 
 
-@pytest.mark.extended
-def test_few_rows_share_the_classes_of_linear_cross_entropy() -> None:
-    grids = [
-        RECORD["linear_cross_entropy"](lengths=(n,), tail=0, width=64, classes=16_384)[0].grid
-        for n in (1, 300, 20_000)
-    ]
-    assert grids == [(1, 128), (3, 128), (157, 7)]
-
-
 def test_frozen_weights_need_no_sums() -> None:
     frozen = RECORD["rms_norm"](width=64, frozen=True)
     assert names(frozen) == {"normalize", "normalize_backward"}

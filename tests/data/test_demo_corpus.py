@@ -1,4 +1,8 @@
+import random
+import re
 import shutil
+from collections import Counter, defaultdict
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +11,10 @@ import pytest
 import soundfile
 
 from effasr.data.demo import corpus, render
+from effasr.data.demo.acoustics import REFERENCE_LEVEL_DB, record
 from effasr.data.demo.corpus import DemoCorpus, build
+from effasr.data.demo.plan import SPLITS, plan
+from effasr.data.demo.sentences import BILINGUAL, ENGLISH
 from tests.support.corpora import read_lines
 
 SMALL: dict[str, Any] = {"utterances": 12, "seed": 1}
@@ -143,3 +150,79 @@ def test_arguments_are_checked(tmp_path: Path, name: str, value: int) -> None:
     arguments: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=f"`{name}` must be at least"):
         build(tmp_path / "out", **arguments)
+
+
+QUIET = {"gain_db": 0.0, "snr_db": 100.0, "noise_slope": 0.0, "lead_s": 0.0, "tail_s": 0.0}
+
+
+def tone(seconds: float = 1.0, rate: int = 22_050) -> np.ndarray:
+    return (0.1 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)).astype("f4")
+
+
+def decibels(audio: np.ndarray) -> float:
+    return 10 * np.log10(np.mean((audio / 32767.0) ** 2))
+
+
+@pytest.mark.parametrize("gain", [-12.0, 0.0, 3.0])
+def test_level_does_not_depend_on_the_synthesiser(gain: float) -> None:
+    loud = record(5 * tone(), 22_050, **{**QUIET, "gain_db": gain}, seed=0)
+    soft = record(tone(), 22_050, **{**QUIET, "gain_db": gain}, seed=0)
+    np.testing.assert_allclose(loud, soft, atol=1)
+    assert decibels(loud) == pytest.approx(REFERENCE_LEVEL_DB + gain, abs=0.05)
+
+
+@pytest.mark.parametrize("snr", [12.0, 40.0])
+@pytest.mark.parametrize("slope", [0.0, 1.0, 2.0])
+def test_signal_to_noise_ratio(snr: float, slope: float) -> None:
+    setting = {**QUIET, "noise_slope": slope}
+    noisy = record(tone(), 22_050, **{**setting, "snr_db": snr}, seed=5).astype(float)
+    clean = record(tone(), 22_050, **setting, seed=5).astype(float)
+    assert decibels(clean) - decibels(noisy - clean) == pytest.approx(snr, abs=0.2)
+
+
+def test_every_german_clause_has_one_translation_and_the_reverse():
+    clauses = {"de": [], "en": []}
+    for template in BILINGUAL.templates:
+        names = re.findall(r"{(\w+)}", template["en"])
+        for values in product(*(BILINGUAL.slots[name] for name in names)):
+            for lang, texts in clauses.items():
+                filled = {name: value[lang] for name, value in zip(names, values, strict=True)}
+                texts.append(template[lang].format(**filled))
+    german, english = set(clauses["de"]), set(clauses["en"])
+    assert len(clauses["en"]) == len(german) == len(english) == 124
+    # Clauses are joined by these words, which are in none.
+    assert not any("and" in text.split() for text in english)
+    assert not any("und" in text.split() for text in german)
+
+
+@pytest.mark.parametrize("grammar", [ENGLISH, BILINGUAL])
+def test_templates_become_lower_case_words_in_every_language(grammar):
+    for template in grammar.templates:
+        names = [sorted(re.findall(r"{(\w+)}", template[lang])) for lang in grammar.languages]
+        assert all(result == names[0] for result in names)
+        assert len(set(names[0])) == len(names[0])
+    rng = random.Random(0)
+    for _ in range(300):
+        sentence = rng.choice((grammar.digits, grammar.command))(rng)
+        for text in map(sentence.text, grammar.languages):
+            assert all(word.isalpha() and word == word.lower() for word in text.split(" "))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["english", "multilingual"])
+def recordings(request):
+    return plan(multilingual=request.param, utterances=1200, seed=3)
+
+
+def test_splits_have_no_sentence_and_no_voice_in_common(recordings):
+    texts, timbres, words = defaultdict(set), defaultdict(set), defaultdict(set)
+    for item in recordings:
+        texts[item.split].update(item.texts.values())
+        timbres[item.split].add(item.voice.partition("+")[2])
+        words[item.split].update(" ".join(item.texts.values()).split())
+    for entry, other in combinations(SPLITS, 2):
+        assert not texts[entry] & texts[other]
+        assert not timbres[entry] & timbres[other]
+    # Every word that is tested was heard in training.
+    assert words["dev"] | words["test"] <= words["train"]
+    assert Counter(item.split for item in recordings) == {"train": 1200, "dev": 60, "test": 120}
+    assert len({item.path for item in recordings}) == len(recordings)

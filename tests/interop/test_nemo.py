@@ -28,7 +28,6 @@ from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr_kernels import Context
-from tests.support.archives import extract
 from tests.support.small_model import shake
 
 FOLDER = Path(__file__).parent / "nemo"
@@ -245,14 +244,6 @@ OWN = {
     "canary": {"ctc": True, "decoder": DECODER, "text_encoder": TextEncoderConfig(heads=2)},
 }
 SIZES = {"width": 16, "heads": 2, "feed_forward": 32, "subsampling_channels": 6}
-
-
-@pytest.mark.parametrize("case", ["canary"], scope="module")
-def test_a_folder_is_as_good_as_a_file(imported, tmp_path):
-    extract(FOLDER / "canary.nemo", tmp_path)
-    again = import_nemo(tmp_path)
-    assert again.config == imported.config
-    assert all(torch.equal(again.state[key], value) for key, value in imported.state.items())
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -226,15 +223,11 @@ def test_what_takes_too_long_has_no_row(capsys: pytest.CaptureFixture[str]) -> N
     assert "reference: no time left" in visible
 
 
-# --- the transducer's peers; packages that are not there have doubles -----------------------------
+# --- the transducer's peers -----------------------------------------------------------------------
 
 
 def _batch(frames: list[int], labels: list[int]) -> transducer.Batch:
     return transducer.draw(WORKLOAD, frames, labels, joint=6, classes=9)
-
-
-def _distance(case: Case, peer: str) -> float:
-    return error(case.peers[peer]().outcome(), judge(case))
 
 
 def test_padded_losses_agree_for_any_upstream() -> None:
@@ -260,30 +253,3 @@ def test_work_of_a_large_batch_is_the_registered_one() -> None:
     classes, durations = WORKLOAD.widths.pieces, len(transducer.DURATIONS)
     assert TDT.flops() * classes == RNNT.flops() * (classes + durations)
     assert judge(TDT).outcome["bias"].shape == (classes + durations,)
-
-
-def _install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(members)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
-def test_torchaudio_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rnnt_loss(
-        logits: Tensor, targets: Tensor, frames: Tensor, labels: Tensor, blank: int, reduction: str
-    ) -> Tensor:
-        assert reduction == "none"
-        assert {targets.dtype, frames.dtype, labels.dtype} == {torch.int32}
-        assert logits.shape[1:3] == (int(frames.max()), int(labels.max()) + 1)
-        layouts = (PackedLayout.from_lengths(x.tolist()) for x in (frames, labels))
-        batch = Namespace(nodes=transducer.Nodes(*layouts), blank_id=blank)
-        return transducer.plain(logits, Namespace(batch=batch, targets=targets.long()))
-
-    _install(monkeypatch, "torchaudio")
-    _install(monkeypatch, "torchaudio.functional", rnnt_loss=rnnt_loss)
-    assert _distance(RNNT, "torchaudio float32") < 1e-5
-    assert _distance(RNNT, "torchaudio float16") < 1e-2
-    monkeypatch.setattr(transducer.Batch, "padded_logits", 2**31)
-    with pytest.raises(ValueError, match="2147483648 logits, but its offsets have 32 bits"):
-        RNNT.peers["torchaudio float32"]()

@@ -22,7 +22,7 @@ from effasr.data.sampling.packing import (
     with_sequences,
 )
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
-from effasr.data.sampling.shuffle import hashes
+from effasr.data.sampling.shuffle import hashes, shuffled
 
 PINNED = {"carry": "3311c9068466c001", "exact": "2bd087d6e6e62293"}
 
@@ -300,3 +300,25 @@ def test_costs_are_balanced_where_their_sum_exceeds_int64() -> None:
     assert large is not None
     assert (small.members == large.members).all()
     assert (small.starts == large.starts).all()
+
+
+def test_imbalance() -> None:
+    cost = np.array([1, 3, 3, 1, 0, 0, 0, 0])
+    assert imbalance(cost, 4, 4).tolist() == [0.5, 0.0]
+    assert imbalance(cost, 4, 2).tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="`world_size` must divide `micro_batches` = 4, but is 3"):
+        imbalance(cost, 4, 3)
+
+
+ORDER = [0, 3, 5, 7, 6, 2, 1, 4]
+
+
+def test_the_order_is_pinned() -> None:
+    """A run that resumes with another version must see the same order."""
+    assert shuffled(8, seed=0, epoch=0).tolist() == ORDER
+    assert shuffled(8, seed=-1, epoch=0).tolist() == shuffled(8, seed=2**64 - 1, epoch=0).tolist()
+
+
+def test_places_are_spread_evenly() -> None:
+    places = np.array([np.argsort(shuffled(20, 0, epoch)) for epoch in range(2000)])
+    assert np.abs(places.mean(axis=0) - 9.5).max() < 0.6  # standard error 0.13
