@@ -43,9 +43,21 @@ typedef struct {
   int32_t wide_targets;
 } CtcLattice;
 
+// The best monotone alignment of frames to tokens.
+typedef struct {
+  const float* speech;       // (T, width)
+  const float* text;         // (U, width)
+  int64_t* chosen;           // (T,), written: the row of `text` of each frame; -1 without tokens
+  const int32_t* cu_frames;  // (sequences + 1,)
+  const int32_t* cu_tokens;  // (sequences + 1,)
+  int32_t sequences;
+  int32_t width;
+} BestAlignment;
+
 // Results do not depend on the number of threads. Returns 0, or 1 if memory could not be allocated.
 int transducer_lattice_cpu(const TransducerLattice* lattice, int threads);
 int ctc_lattice_cpu(const CtcLattice* lattice, int threads);
+int best_alignment_cpu(const BestAlignment* alignment, int threads);
 
 #ifdef __cplusplus
 }

@@ -10,6 +10,7 @@ from effasr_kernels.attention import Rotary as Rotary
 from effasr_kernels.attention import attention as attention
 from effasr_kernels.audio_windows import audio_windows as audio_windows
 from effasr_kernels.batch_norm import batch_norm as batch_norm
+from effasr_kernels.best_alignment_loss import best_alignment_loss as best_alignment_loss
 from effasr_kernels.bias_activation_dropout import (
     bias_activation_dropout as bias_activation_dropout,
 )

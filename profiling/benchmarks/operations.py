@@ -43,6 +43,7 @@ def losses(workload: Workload) -> list[Case]:
         cross_entropy(workload, 0.1),
         cross_entropy(workload, 0.0),
         _ctc(workload),
+        _best_alignment(workload),
     ]
 
 
@@ -130,6 +131,16 @@ def _ctc(workload: Workload) -> Case:
     arguments |= {"layout_frames": frames, "layout_targets": tokens}
     shape = f"{workload.describe()} C={workload.width} V={blank + 1}"
     return case_of("ctc_loss", "", shape, arguments, [upstream], {"torch ctc_loss padded": padded})
+
+
+def _best_alignment(workload: Workload) -> Case:
+    frames, tokens = workload.frame_layout, workload.token_layout
+    rows = {"speech": workload.rows_of(frames, workload.width)}
+    rows |= {"text": workload.rows_of(tokens, workload.width)}
+    upstream = torch.ones(frames.num_sequences, device=rows["text"].device)
+    arguments = {**rows, "layout_speech": frames, "layout_text": tokens}
+    shape = f"{workload.describe()} C={workload.width}"
+    return case_of("best_alignment_loss", "", shape, arguments, [upstream], {})
 
 
 # --- convolutions ---------------------------------------------------------------------------------

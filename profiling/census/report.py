@@ -23,7 +23,7 @@ _FLOPS_WITHOUT_TENSOR_CORES = 67e12
 
 _MIXING = {  # operations that mix frames or compute a loss; the other operations come between them
     *("attention", "guided_attention", "depthwise_conv", "strided_depthwise", "subsampling_stem"),
-    *("linear_cross_entropy", "ctc_loss", "transducer_loss"),
+    *("linear_cross_entropy", "ctc_loss", "transducer_loss", "best_alignment_loss"),
 }
 
 MOST_PER_LIVE = 1.3

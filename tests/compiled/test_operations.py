@@ -118,6 +118,18 @@ TABLE: dict[str, Constraints] = {
         small=[{"channels": 64, "wide": True}],
         binaries=3,
     ),
+    "best_alignment_loss": Constraints(
+        usual=[{"width": 512, "tokens": (100, 200)}],
+        kernels={"align", "spread"},
+        products={"align"},
+        other=[{"width": 512, "tokens": (90, 600), **WIDE}],
+        extended=[
+            {"width": 512, "tokens": (90, 2000), **HALF},
+            {"width": 144, "tokens": (9, 70)},
+        ],
+        small=[{"width": 64, "tokens": None, "longest": 64}],
+        binaries=2,
+    ),
     "bias_activation_dropout": Constraints(
         usual=[
             {"channels": 2048, "activation": x, "wide": True, **DROPOUT}

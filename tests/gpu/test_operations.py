@@ -121,6 +121,12 @@ CONTRACT: dict[str, list[Row]] = {
         *_awkward(channels=5),
         *_awkward(channels=5, silu=False, fixed=True),
     ],
+    "best_alignment_loss": [
+        *_awkward(),
+        # Words of 32 frames, tiles of 64 tokens and channels, and a bound above all lengths.
+        Row((70, 33), {"tokens": (90, 5), "width": 70}),
+        Row((5, 0, 3), {"tokens": (200, 3, 0), "longest": 300}, extended=True),
+    ],
     "bias_activation_dropout": _each((1, 0, 6), _values("activation", *ACTIVATIONS)),
     "ctc_loss": [
         *_awkward(),

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("cpp_library")
 NARROW = torch.bfloat16, torch.float16
 Make = Callable[..., Arguments]
 both = pytest.mark.parametrize("make", [transducer_arguments, ctc_arguments])
-each = pytest.mark.parametrize("name", ["transducer_loss", "ctc_loss"])
+each = pytest.mark.parametrize("name", ["transducer_loss", "ctc_loss", "best_alignment_loss"])
 
 
 @each

@@ -13,6 +13,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         *({}, {"causal": True}, {"dropout": 0.1, "seed": 1}, {"lengths_k": (2, 0, 3)}),
         *({"position": "rotary"}, {"position": "relative"}),
     ],
+    "best_alignment_loss": [{"tokens": (3, 1, 4)}],
     "ctc_loss": [{}],
     "depthwise_conv": [{}],
     "guided_attention": [{}],

@@ -43,6 +43,10 @@ VALID: dict[str, dict[str, Any]] = {
         **{"x": zeros(2, 4), "bias": zeros(4), "layout": _layout(2)},
         "activation": "silu",
     },
+    "best_alignment_loss": {
+        **{"speech": zeros(4, 3), "text": zeros(2, 3)},
+        **{"layout_speech": _layout(1, 3), "layout_text": _layout(1, 1)},
+    },
     "ctc_loss": {
         **{"hidden": zeros(4, 3), "weight": zeros(6, 3), "blank_id": 0},
         "targets": ones(2).long(),
@@ -210,6 +214,12 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"activation": "tanh"}, "`activation` must be one of silu, relu, gelu, but is tanh"),
         ({"dropout": -0.1}, r"`dropout` must be in \[0, 1\)"),
         ({"offset": 2**31}, r"`offset` must be in \[0, 2\^31\)"),
+    ],
+    "best_alignment_loss": [
+        ({"text": zeros(2, 4)}, r"`text` must have shape \(U, C\) = \(any, 3\)"),
+        ({"speech": zeros(5, 3)}, "`speech` must have 4 rows, as `layout_speech` does"),
+        ({"text": zeros(2, 3).half()}, "`text` must be torch.float32, as `speech` is"),
+        ({"layout_text": _layout(2)}, "`layout_text` must have 2 sequences, as `layout_speech`"),
     ],
     "ctc_loss": [
         ({"hidden": zeros(5, 3)}, "`hidden` must have 4 rows, as `layout_frames` does"),

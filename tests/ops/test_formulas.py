@@ -83,6 +83,17 @@ def rms_norm(p, weight, *, offset=0):
     return (offset + weight) * p.x / ((p.x**2).mean(1, keepdim=True) + 1e-5) ** 0.5
 
 
+def best_alignment_loss(p):
+    """The least over all alignments of frames and tokens that do not go back."""
+    pairs = (p.speech[:, None] - p.text).square().mean(2)
+    frames = range(len(p.speech))
+    if not frames:
+        return torch.zeros(())
+    alignments = itertools.combinations_with_replacement(range(len(p.text)), len(frames))
+    losses = [pairs[frames, alignment].mean() for alignment in alignments]
+    return min(losses, default=torch.tensor(torch.inf))
+
+
 def ctc_loss(p, weight, bias, *, blank_id, **_):
     """The sum over all alignments of frames and classes."""
     log_probs = (p.hidden @ weight.T + bias).log_softmax(-1)
@@ -140,11 +151,18 @@ BY_ROW = {
     *(grouped_linear, linear_cross_entropy, rms_norm),
 }
 """These take the rows of all sequences at a time."""
-BY_SEQUENCE = {ctc_loss, depthwise_conv, guided_attention, strided_depthwise, subsampling_stem}
+BY_SEQUENCE = {
+    *(best_alignment_loss, ctc_loss, depthwise_conv, guided_attention),
+    *(strided_depthwise, subsampling_stem),
+}
 FORMULAS = {formula.__name__: formula for formula in BY_ROW | BY_SEQUENCE}
 RAGGED = (ODD, AWKWARD_LENGTHS["empty_among_others"], AWKWARD_LENGTHS["long_among_short"])
 MORE: dict[str, Iterable[tuple[tuple[int, ...], dict[str, Any]]]] = {
     "batch_norm": [(ODD, {"silu": False, "fixed": True})],
+    "best_alignment_loss": [
+        # Five frames and four tokens, more tokens than frames, and none of either.
+        ((5, 2, 3, 0, 4), {"tokens": (4, 6, 0, 2, 1)}),
+    ],
     "bias_activation_dropout": [(ODD, {"activation": "relu", **DROPOUT})],
     "ctc_loss": [
         # Empty and repeated labels, and more labels than fit.
@@ -180,7 +198,7 @@ CASES = [
     *(
         (name, lengths, options)
         # The alignments of all frames would be too many to list.
-        for name in FORMULAS.keys() - {"ctc_loss"}
+        for name in FORMULAS.keys() - {"best_alignment_loss", "ctc_loss"}
         for options in OPTIONS[name]
         for lengths in RAGGED
     ),
@@ -190,7 +208,7 @@ CASES = [
 def _expected(name: str, case: Case, options: dict[str, Any]) -> list[Tensor]:
     """Each result, of all sequences."""
     formula = FORMULAS[name]
-    of_tensors = ("bias", "bins", "classes", "sizes", "taps", "transcripts", "width")
+    of_tensors = ("bias", "bins", "classes", "sizes", "taps", "tokens", "transcripts", "width")
     rules = {k: v for k, v in options.items() if k not in of_tensors}
     pieces = list(zip(*case.packed.values(), strict=True))
     if formula in BY_ROW:

@@ -12,6 +12,7 @@ from torch import Tensor
 from effasr_kernels import (
     PackedLayout,
     append_to_pages,
+    best_alignment_loss,
     bias_activation_dropout,
     ctc_loss,
     depthwise_conv,
@@ -43,6 +44,22 @@ def test_append_to_pages_writes_each_row_to_its_place_and_nothing_else() -> None
     append_to_pages(k, v, k_pages, v_pages, table, torch.full_like(positions, -1))
     assert torch.equal(k_pages, expected_k)
     assert torch.equal(v_pages, expected_v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_best_alignment_loss_does_not_change_with_repeated_frames(dtype: torch.dtype) -> None:
+    """Neither does the gradient of the text; of equal tokens the last is taken."""
+    x, y = torch.randn(5, 6, dtype=dtype), torch.randn(4, 6, dtype=dtype, requires_grad=True)
+    outcomes = []
+    for repeats in (1, 3):
+        layouts = [PackedLayout.from_lengths([n]) for n in (5 * repeats, 4)]
+        loss = best_alignment_loss(x.repeat_interleave(repeats, 0), y, *layouts)
+        outcomes.append((loss, *torch.autograd.grad(loss.sum(), y)))
+    torch.testing.assert_close(outcomes[1], outcomes[0])
+    equal = torch.ones(4, 6, dtype=dtype, requires_grad=True)
+    best_alignment_loss(x, equal, *[PackedLayout.from_lengths([n]) for n in (5, 4)]).backward()
+    assert equal.grad is not None
+    assert equal.grad.any(1).tolist() == [False, False, False, True]
 
 
 def test_ctc_loss_of_an_infeasible_pair_is_infinite_and_has_no_gradient() -> None:

@@ -331,6 +331,18 @@ def ctc_loss(
     return _case(run, packed, shared)
 
 
+def best_alignment_loss(frames, tokens=None, *, width=20, longest=None) -> CaseFor:
+    """The last sequence has no tokens."""
+
+    def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
+        x, y = packed["speech"], packed["text"]
+        layouts = x.layout, _bounded(y.layout, longest)
+        return effasr_kernels.best_alignment_loss(x.values, y.values, *layouts, backend=backend)
+
+    tokens = [*((n + 2) // 2 for n in frames[:-1]), 0] if tokens is None else tokens
+    return _case(run, {"speech": _rows(frames, width), "text": _rows(tokens, width)})
+
+
 def transducer_loss(
     frames: Lengths,
     transcripts: Lengths | None = None,
@@ -444,7 +456,8 @@ def guided_attention(
 FACTORIES: dict[str, Callable[..., CaseFor]] = {
     factory.__name__: factory
     for factory in (
-        *(attention, batch_norm, bias_activation_dropout, ctc_loss, depthwise_conv),
+        *(attention, batch_norm, best_alignment_loss, bias_activation_dropout, ctc_loss),
+        *(depthwise_conv,),
         *(dropout_add_layer_norm, gated_activation, grouped_linear, guided_attention),
         *(linear_cross_entropy, rms_norm, strided_depthwise, subsampling_stem, transducer_loss),
     )
@@ -458,6 +471,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"position": x, "context": Context(1, 2, 1)} for x in ("none", "rotary", "relative")),
     ],
     "batch_norm": [{}, {"silu": False}, {"fixed": True}],
+    "best_alignment_loss": [{"width": 3}],
     "bias_activation_dropout": [
         *({"activation": x} for x in ("silu", "relu", "gelu")),
         {"bias": False},

@@ -35,6 +35,14 @@ def unsupported_reason() -> str | None:
     return library if isinstance(library, str) else None
 
 
+def lacks(name: str) -> str | None:
+    """The reason why the library has no function of this name, or None."""
+    library = _load()
+    if isinstance(library, str) or hasattr(library, name):
+        return None
+    return f"effasr_kernels/{LIBRARY} is older than {name}: build it again ({HOW_TO_BUILD})"
+
+
 def refusal(x: Tensor) -> str | None:
     """The reason why the CPU library does not support a tensor, or None."""
     if x.device.type != "cpu":

@@ -44,6 +44,12 @@ class _Ctc(ctypes.Structure):
     )
 
 
+class _Alignment(ctypes.Structure):
+    """BestAlignment of csrc/lattice.h."""
+
+    _fields_ = _fields("speech text chosen cu_frames cu_tokens", "sequences width")
+
+
 def node_offsets(cu_frames: Tensor, cu_labels: Tensor) -> Tensor:
     """The first lattice node of each sequence, and the number of all nodes, int64 (N + 1,)."""
     nodes = cu_frames.diff().long() * (cu_labels.diff().long() + 1)
@@ -116,6 +122,27 @@ def ctc(
     lattice = _Ctc(*map(pointer, tensors), sequences, scores.shape[1], is_wide)
     native.run(op, "ctc_lattice_cpu", lattice)
     return total
+
+
+def best_alignment(
+    speech: Tensor,  # float32 (T, C)
+    text: Tensor,  # float32 (U, C)
+    cu_frames: Tensor,  # offsets of the frames, int32 (N + 1,)
+    cu_tokens: Tensor,  # offsets of the tokens, int32 (N + 1,)
+    chosen: Tensor,  # int64, written: the row of ``text`` of each frame; -1 without tokens
+) -> None:
+    op = "best_alignment"
+    check(op, "speech", speech, torch.float32)
+    check(op, "text", text, torch.float32, (len(text), speech.shape[1]))
+    sequences = _check_offsets(op, "cu_frames", cu_frames)
+    check(op, "cu_tokens", cu_tokens, torch.int32, cu_frames.shape)
+    frames, tokens = _lengths(op, "cu_frames", cu_frames), _lengths(op, "cu_tokens", cu_tokens)
+    _check_ranges(op, "cu_frames", cu_frames.tolist(), frames, min(len(speech), len(chosen)))
+    _check_ranges(op, "cu_tokens", cu_tokens.tolist(), tokens, len(text))
+    check(op, "chosen", chosen, torch.int64)
+    tensors = speech, text, chosen, cu_frames, cu_tokens
+    lattice = _Alignment(*map(pointer, tensors), sequences, speech.shape[1])
+    native.run(op, "best_alignment_cpu", lattice)
 
 
 def _check_offsets(op: str, name: str, offsets: Tensor) -> int:
