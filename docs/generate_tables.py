@@ -26,7 +26,7 @@ from effasr.planning.report import percent as whole_percent  # noqa: E402
 
 PAGES = (
     *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/kernels.md"),
-    *("docs/architecture.md", "docs/finetuning.md"),
+    *("docs/architecture.md", "docs/batching.md", "docs/finetuning.md"),
     *("docs/speech-language-models.md", "docs/transcription.md"),
 )
 Row = dict[str, str]
@@ -149,6 +149,23 @@ def padding() -> str:
         for row in read("padding")
     ]
     return markdown(titles, lines, texts=3)
+
+
+def what_if() -> str:
+    """Batches, time and GPUs at the memory of a micro-batch, by strategy."""
+    titles = ["lengths", "strategy", "audio s a batch", "memory used %", "FLOPs that are padding %"]
+    titles += ["steps", "time", "GPUs for packed's batch"]
+    lines = [
+        [
+            *(LENGTHS.get(row["lengths"], row["lengths"]), row["strategy"]),
+            f"{float(row['batch_audio_seconds']):.0f}",
+            *(percent(row[name]) for name in ("memory", "padding_flops")),
+            *(row["steps"], f"{float(row['relative_time']):.2f}", row["gpus_for_batch"]),
+        ]
+        for row in read("what_if")
+        if row["strategy"] not in ("random", "sync_bucketed")
+    ]
+    return markdown(titles, lines, texts=2)
 
 
 def ladder() -> str:
@@ -558,7 +575,7 @@ def experts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        *(training, padding, ladder, whisper, decoder_depth, inference),
+        *(training, padding, what_if, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),

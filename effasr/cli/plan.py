@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from effasr.data.index.selection import Selection
     from effasr.planning.listing import Listing
     from effasr.planning.study import PlanRequest, StudyOptions
+    from effasr.planning.what_if import Device
 
 _STRATEGIES = ("packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "all")
 """`effasr.data.sampling.options.STRATEGIES`, which is too slow to import for --help."""
@@ -138,8 +139,26 @@ def add(command: AddCommand) -> None:
     parser.add_argument(
         "--seed", type=at_least(0), metavar="N", help="seed of the plans (default: 0, or RECIPE's)"
     )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="compare all strategies and batches of a fixed size within the memory of a "
+        "micro-batch: batches, steps, hours and GPUs",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="budgets, memory and speed for --what-if: a file of effasr calibrate",
+    )
+    parser.add_argument(
+        "--tflops",
+        type=at_least(1),
+        metavar="X",
+        help="teraFLOP/s that a GPU sustains in training, for the hours of --what-if",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the padding")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the comparison")
     parser.add_argument(
         "--dropped", type=Path, metavar="FILE.jsonl", help="list what is left out, and why"
     )
@@ -154,12 +173,13 @@ def run(options: argparse.Namespace) -> int:
 
     for name, suffix in (("picture", ".svg"), ("dropped", ".jsonl")):
         _check_output(name, getattr(options, name), suffix)
+    device = _device(options)
     request = PlanRequest.from_recipe(
         options.recipe,
         manifests=options.manifest,
         tokenizer=options.tokenizer,
-        frame_budget=options.frame_budget,
-        token_budget=options.token_budget,
+        frame_budget=options.frame_budget or device.frame_budget,
+        token_budget=options.token_budget or device.token_budget,
         max_duration=options.max_duration,
     )
     strategy = options.strategy or request.data.strategy
@@ -167,6 +187,8 @@ def run(options: argparse.Namespace) -> int:
     if options.world_size is None:
         options.world_size = max(1, torch.cuda.device_count())
     study = _study_options(options, request)
+    if options.what_if:
+        return _what_if(options, request, study, device)
     strategies = LADDER if strategy == "all" else [strategy]
     with progress_counter("utterances read") as show:
         listing, selection = request.read(options.prompt_tokens, show)
@@ -195,6 +217,52 @@ def run(options: argparse.Namespace) -> int:
         report.padding_picture(
             options.picture, results, title=title, subtitle=report.setting(selection, study)
         )
+    return 0
+
+
+def _device(options: argparse.Namespace) -> Device:
+    from effasr.planning.what_if import Device
+
+    for name in ("calibration", "tflops", "strategy", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and options.what_if != (name in ("calibration", "tflops")):
+            verb = "left out with" if options.what_if else "given with"
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` must be {verb} `--what-if`, but is {value}."
+            )
+    if options.calibration is None:
+        return Device(flops=options.tflops and options.tflops * 1e12)
+    check(options.tflops is None, "--tflops", "be left out with `--calibration`", options.tflops)
+    return Device.read(options.calibration)
+
+
+def _what_if(
+    options: argparse.Namespace, request: PlanRequest, study: StudyOptions, device: Device
+) -> int:
+    from effasr.data.atomic_files import write_atomically
+    from effasr.planning import report, what_if
+
+    with progress_counter("utterances read") as show:
+        listing, selection = request.read(options.prompt_tokens, show)
+    with working(f"planning {len(selection):,} utterances", "strategies") as planned:
+        rungs = what_if.compute(selection, request.cost, study, device, planned)
+    if options.dropped is not None:
+        write_atomically(options.dropped, b"".join(d.json_line() for d in selection.dropped))
+    if options.picture is not None:
+        title = f"Batches of {', '.join(path.stem for path in request.manifests)} at equal memory"
+        drawn = what_if.picture(rungs, title, report.setting(selection, study))
+        write_atomically(options.picture, drawn.encode())
+    if options.json:
+        print_line(what_if.to_json(rungs))
+        return 0
+    parts = [
+        report.summary(listing, selection, study, request.model),
+        what_if.table(rungs),
+        report.dropped(selection, None if options.dropped is None else str(options.dropped)),
+        what_if.claims(rungs),
+        what_if.assumptions(selection, device, study),
+    ]
+    print_folded("\n\n".join(parts))
     return 0
 
 

@@ -66,6 +66,7 @@ SURFACE = {
         "--recipe RECIPE", "--world-size N", "--micro-batches N", "--frame-budget N",
         "--token-budget N", "--max-duration S", "--tokenizer FOLDER", "--prompt-tokens N",
         "--batch-size N", "--buckets N", "--epochs N", "--epoch-end {carry,exact}", "--seed N",
+        "--what-if", "--calibration FILE", "--tflops X",
         "--json", "--picture FILE.svg", "--dropped FILE.jsonl",
     ],
     "calibrate": [

@@ -85,6 +85,68 @@ def test_what_a_person_reads(effasr, corpus, tmp_path):
     assert texts.count("sync_bucketed_2d") == 1
 
 
+def test_what_if_has_the_figures_of_the_planner(effasr, corpus, tmp_path):
+    common = ("--manifest", corpus, "--frame-budget", 2000, "--world-size", 4, "--json")
+    made = json.loads(effasr("plan", *common, "--what-if", "--tflops", 100).out)
+    assert [*made] == ["random, fixed size", "bucketed, fixed size", *STRATEGIES[1:], "packed"]
+    size = 2000 // 438  # 35 s are 438 frames
+    for name, figures in made.items():
+        strategy, *fixed = name.split(", ")
+        options = ("--batch-size", size) if fixed else ()
+        planned = json.loads(effasr("plan", *common, "--strategy", strategy, *options).out)
+        for field in ("batch_utterances", "batch_audio_seconds", "padding_flops"):
+            assert figures[field] == planned[field], (name, field)
+        assert 0 < figures["memory"] <= 1.01
+        audio_s = planned["batch_audio_seconds"] * 4
+        step_s = 3 * planned["step_flops"] * (1 + planned["rank_imbalance_mean"]) / 4 / 100e12
+        hours = planned["hours"] / audio_s * step_s
+        assert figures["hours"] == pytest.approx(hours, rel=1e-4)
+        assert figures["gpu_hours"] == pytest.approx(4 * hours, rel=1e-4)
+        assert figures["relative_time"] == pytest.approx(hours / made["packed"]["hours"], rel=1e-3)
+        wanted = 4 * made["packed"]["batch_audio_seconds"] / figures["batch_audio_seconds"]
+        assert wanted <= figures["gpus_for_batch"] + 1e-5 < wanted + 1 + 1e-4
+    assert made["bucketed, fixed size"]["memory"] < 0.5 < made["bucketed"]["memory"]
+
+
+def test_what_if_for_people_and_with_a_calibration(effasr, corpus, tmp_path):
+    calibration = {
+        **{"frame_budget": 1500, "token_budget": 900},
+        "memory_model": {"fixed": 1e9, "per_frame": 1e5, "per_token": 2e5, "per_cell": 0.0},
+        "speed_model": {"fixed": 0.5, "per_frame": 1e-3},
+    }
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(calibration))
+    done = effasr(
+        "plan", corpus, "--what-if", "--calibration", file, "--world-size", 2,
+        "--picture", tmp_path / "p.svg",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "each 1,500 frames (120 s) and 900 tokens" in done.out
+    lines = done.out.splitlines()
+    (packed,) = (line.split("|") for line in lines if line.startswith("| packed "))
+    # A micro-batch is nearly full: 0.5 s and a millisecond for each of 1,500 frames.
+    corpus_h = float(lines[0].split(", ")[1].split(" h")[0].replace(",", ""))
+    assert float(packed[-3]) == pytest.approx(corpus_h * 2.0 / (2 * float(packed[3])), rel=0.02)
+    assert "time as calibrated" in lines[-1]
+    assert "Batches of corpus at equal memory" in (tmp_path / "p.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tflops", "3"), "`--tflops` must be given with `--what-if`, but is 3."),
+        (("--what-if", "--strategy", "all"), "`--strategy` must be left out with `--what-if`"),
+        (("--what-if", "--calibration", "{other}"), "must be a file of `effasr calibrate`"),
+    ],
+)
+def test_what_if_refuses(effasr, corpus, options, message):
+    other = corpus.with_name("other.json")
+    other.write_text('{"frame_budget": 3}')
+    done = effasr("plan", corpus, *(text.format(other=other) for text in options))
+    assert done.code == 2
+    assert message in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "advice"),
     [

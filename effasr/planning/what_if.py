@@ -1,0 +1,216 @@
+"""Batching strategies at the memory of one micro-batch: batches, steps, hours and GPUs.
+
+The first strategies are where most trainings begin: a number of utterances for all batches, as many
+of the longest as memory holds. Buckets of short utterances then leave most of it empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from effasr.data.index.selection import Selection
+from effasr.data.sampling.cost import CostModel
+from effasr.evaluation.tables import to_text
+from effasr.planning.report import Panel, draw, percent
+from effasr.planning.study import LADDER, StrategyResult, StudyOptions, compare
+from effasr.untrusted.documents import read_json
+
+FIXED = ("random", "bucketed")  # strategies that are also planned with a number of utterances
+_FIXED_SUFFIX = ", fixed size"
+_BACKWARD = 3  # FLOPs of a training step, in those of its forward
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Memory and speed of a GPU, as `effasr calibrate` measured them, or as assumed."""
+
+    frame_budget: int | None = None  # of the calibration
+    token_budget: int | None = None
+    per_frame: float = 1.0  # memory of an encoder frame and of a token; only their ratio matters
+    per_token: float = 0.0
+    micro_batch_s: float = 0.0  # seconds of a micro-batch beside those of its frames
+    frame_s: float | None = None
+    flops: float | None = None  # sustained FLOP/s of training, without a calibration
+
+    @classmethod
+    def read(cls, path: Path) -> Device:
+        """Read a calibration.json; raises ValueError for another file."""
+        content = read_json(path)
+        try:
+            memory, speed = content["memory_model"], content["speed_model"]
+            return cls(
+                content["frame_budget"],
+                content["token_budget"],
+                *(float(memory[name]) for name in ("per_frame", "per_token")),
+                *(float(speed[name]) for name in ("fixed", "per_frame")),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"`--calibration` must be a file of `effasr calibrate`, but {path} is none: "
+                "effasr calibrate RECIPE prints the path of its own."
+            ) from None
+
+    def fixed_size(self, selection: Selection) -> int:
+        """Return how many of the longest utterances fit in the memory of a micro-batch."""
+        shape, lengths = selection.shape, selection.lengths
+        available = self.per_frame * shape.frame_budget + self.per_token * shape.token_budget
+        frames, tokens = int(lengths.frames.max()), int(lengths.tokens.max())
+        return max(1, int(available / (self.per_frame * frames + self.per_token * tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A strategy's figures; hours are None where nothing tells the speed of a GPU."""
+
+    strategy: str
+    batch_utterances: float
+    batch_audio_seconds: float  # of a micro-batch, mean
+    memory: float  # mean share of the frames of a micro-batch that its padded rows take
+    padding_flops: float
+    steps: int  # of an epoch
+    relative_time: float  # of an epoch, in those of packed
+    hours: float | None  # of an epoch
+    gpu_hours: float | None
+    gpus_for_batch: int  # that have packed's audio in a step, with a micro-batch each
+
+
+def compute(
+    selection: Selection,
+    cost: CostModel,
+    options: StudyOptions,
+    device: Device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Rung]:
+    """Plan the corpus by each strategy within the memory of one micro-batch."""
+    fixed = replace(options.strategy, batch_size=device.fixed_size(selection), batch_duration=None)
+    results = [
+        replace(result, strategy=result.strategy + _FIXED_SUFFIX)
+        for result in compare(selection, FIXED, cost, replace(options, strategy=fixed))
+    ]
+    results += compare(selection, LADDER, cost, options, progress)
+    return _rungs(results, selection, options, device)
+
+
+def _rungs(
+    results: Sequence[StrategyResult], selection: Selection, options: StudyOptions, device: Device
+) -> list[Rung]:
+    rounds = math.ceil(options.micro_batches / options.world_size)
+    corpus_s, seconds = float(selection.seconds.sum()), []
+    shape = selection.shape
+    rows = []
+    for result in results:
+        report = result.report
+        frames = report.batch_audio_seconds / shape.framing.seconds
+        rows.append(frames / max(1 - report.padding_frames, 1e-9))
+        if device.frame_s is not None:
+            micro_batch_s = device.micro_batch_s + device.frame_s * rows[-1]
+        else:
+            micro_batch_s = _BACKWARD * report.step_flops / options.micro_batches
+            micro_batch_s /= device.flops or 1.0
+        # A step ends with its slowest rank. Of an epoch, each strategy leaves another part.
+        step_s = rounds * micro_batch_s * (1 + report.rank_imbalance_mean)
+        audio_s = report.batch_audio_seconds * options.micro_batches
+        seconds.append(step_s * corpus_s / audio_s)
+    known = device.frame_s is not None or device.flops is not None
+    best = results[-1].report.batch_audio_seconds
+    return [
+        Rung(
+            strategy=result.strategy,
+            batch_utterances=result.report.batch_utterances,
+            batch_audio_seconds=result.report.batch_audio_seconds,
+            memory=row / shape.frame_budget,
+            padding_flops=result.report.padding_flops,
+            steps=math.ceil(corpus_s / (result.report.batch_audio_seconds * options.micro_batches)),
+            relative_time=epoch_s / seconds[-1],
+            hours=epoch_s / 3600 if known else None,
+            gpu_hours=epoch_s / 3600 * options.world_size if known else None,
+            gpus_for_batch=math.ceil(
+                options.world_size * best / result.report.batch_audio_seconds - 1e-6
+            ),
+        )
+        for result, row, epoch_s in zip(results, rows, seconds, strict=True)
+    ]
+
+
+def table(rungs: Sequence[Rung]) -> str:
+    known = rungs[-1].hours is not None
+    grid = Table(box=box.MARKDOWN)
+    grid.add_column("strategy")
+    names = ["utts", "audio s", "memory %", "FLOPs %", "steps", "time", "GPUs"]
+    for name in [*names, *(["h", "GPU h"] if known else [])]:
+        grid.add_column(name, justify="right")
+    for rung in rungs:
+        hours = [f"{rung.hours:.3g}", f"{rung.gpu_hours:.3g}"] if known else []
+        grid.add_row(
+            rung.strategy,
+            f"{rung.batch_utterances:.1f}",
+            f"{rung.batch_audio_seconds:.0f}",
+            percent(rung.memory),
+            percent(rung.padding_flops),
+            f"{rung.steps:,}",
+            f"{rung.relative_time:.2f}",
+            f"{rung.gpus_for_batch:,}",
+            *hours,
+        )
+    return (
+        "Mean micro-batch, the share of its memory that is used, padding of FLOPs, steps of an "
+        "epoch, time of an epoch in that of packed, and GPUs that have packed's audio in a step "
+        f"with a micro-batch each{', hours of an epoch' if known else ''}.\n\n{to_text(grid)}"
+    )
+
+
+def claims(rungs: Sequence[Rung]) -> str:
+    packed = rungs[-1]
+    lines = []
+    for rung in rungs[:-1]:
+        batch = packed.batch_audio_seconds / rung.batch_audio_seconds
+        gpus = rung.gpus_for_batch / packed.gpus_for_batch
+        lines.append(
+            f"packed against {rung.strategy}: batches {batch:.1f} times as large, epochs "
+            f"{rung.relative_time:.1f} times as fast, the same batch on 1/{gpus:.1f} of the GPUs"
+        )
+    return "\n".join(lines)
+
+
+def assumptions(selection: Selection, device: Device, options: StudyOptions) -> str:
+    shape = selection.shape
+    longest = int(selection.lengths.frames.max()) * shape.framing.seconds
+    weights = "" if not device.per_token else ", a token that of the calibration"
+    if device.frame_s is not None:
+        speed = "time as calibrated, by padded frames"
+    elif device.flops is not None:
+        speed = f"time by FLOPs at {device.flops / 1e12:g} TFLOP/s a GPU (--tflops)"
+    else:
+        speed = "time by FLOPs; --tflops X or --calibration FILE gives hours"
+    return (
+        f"Assumed: memory is that of {shape.frame_budget:,} encoder frames a micro-batch, padding "
+        f"included{weights}; a fixed size is what holds the longest utterance, {longest:.1f} s: "
+        f"{device.fixed_size(selection)}; {speed}, each step as long as its slowest rank's; small "
+        f"batches run at the speed of large ones; {options.world_size} GPUs."
+    )
+
+
+def to_json(rungs: Sequence[Rung]) -> str:
+    return json.dumps({rung.strategy: asdict(rung) for rung in rungs}, indent=2)
+
+
+def picture(rungs: Sequence[Rung], title: str, subtitle: str) -> str:
+    """Return bars of batch, time and GPUs of each strategy, as SVG."""
+    columns: tuple[tuple[str, Callable[[Rung], Any], str], ...] = (
+        ("audio of a batch, s", lambda rung: rung.batch_audio_seconds, ".0f"),
+        ("time of an epoch", lambda rung: rung.relative_time, ".2f"),
+        ("GPUs for packed's batch", lambda rung: rung.gpus_for_batch, ",d"),
+    )
+    panels = [
+        Panel(name, [float(value(x)) for x in rungs], [format(value(x), spec) for x in rungs])
+        for name, value, spec in columns
+    ]
+    return draw([rung.strategy for rung in rungs], panels, title=title, subtitle=subtitle)
