@@ -8,7 +8,7 @@ from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
-from tests.support.corpora import dropped, load_corpus
+from tests.support.corpora import load_corpus
 
 
 def test_examples_are_those_of_the_manifest(nemo, tokenizer):
@@ -39,18 +39,6 @@ def test_a_prepared_folder_gives_the_same_corpus_without_opening_audio(nemo, tok
     assert [prepared.audio(i) for i in range(5)] == [direct.audio(i) for i in range(5)]
     with pytest.raises(AudioError, match=r"utterance 'u3': .*u3\.wav: there is no such file"):
         prepared.example(3)
-
-
-def test_what_cannot_be_trained_on_is_listed(nemo, tokenizer):
-    manifest = nemo(7)
-    (manifest.parent / "audio/u2.wav").unlink()
-    corpus = load_corpus(manifest, tokenizer, min_duration=0.6, max_duration=1.0, token_budget=40)
-    assert dropped(corpus) == [
-        ("u0", "too_short"),
-        ("u2", "missing_audio"),
-        ("u6", "too_long"),
-    ]
-    assert [corpus.name(index) for index in range(4)] == ["u1", "u3", "u4", "u5"]
 
 
 def test_over_budgets(nemo, tokenizer, write_lines):

@@ -125,25 +125,6 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 BASELINES = ["random", "bucketed", "sync_bucketed", "sync_bucketed_2d"]
 
 
-@pytest.mark.parametrize("strategy", BASELINES)
-def test_other_strategies_load_exact_sizes(make, strategy):
-    options = {"strategy": strategy, "buckets": 3}
-    loader = make(**options)
-    count = loader.plan(0).num_steps
-    steps = take(loader, count + 1)
-    ids = [name for step in steps[:count] for batch in step.batches for name in batch.ids]
-    assert sorted(ids) == sorted(f"u{index}" for index in loader.plan(0).indices)
-    batches = [batch for step in steps for batch in step.batches if batch.ids]
-    assert len({batch.audio.values.shape for batch in batches}) > 3
-    for batch in batches:
-        assert batch.frames.rows == batch.frames.total == batch.num_frames <= 60
-        assert batch.tokens.layout.rows == batch.tokens.layout.total == batch.num_tokens
-        assert batch.frames.num_sequences == len(batch.ids)
-    again = take(make(**options), count - 1, 0, 1)
-    for expected, got in zip(steps[1:], again, strict=False):
-        assert_equal(expected, got)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"strategy": "random"}, {"strategy": "random", "padded": True}]
 )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effasr.data.mixture import MixConfig, shares
+from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import even_population, mean_epoch, population
@@ -56,25 +56,6 @@ def test_passes_and_sources_are_shuffled_differently() -> None:
             assert (np.sort(local) == members).all()
             orders.append(np.searchsorted(members, local).tolist())
     assert len({tuple(order) for order in orders}) == 4
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_the_summary_converges_to_the_one_asked_for(temperature: float) -> None:
-    """Within one percent of each share, over sources of very different sizes."""
-    sources, amounts = corpus((6_000, 500, 60))
-    config = MixConfig(sources={"a": "a", "b": "b", "c": "c"}, temperature=temperature)
-    mixture = Mixture.of(config, sources, amounts)
-    hours = np.bincount(sources, weights=amounts)
-    assert mixture.asked == pytest.approx(shares(config, hours.tolist()))
-    draw = mixture.populations(sources, amounts, seed=5)
-    assert draw is not None
-    drawn = [draw(epoch) for epoch in range(3)]
-    summary = mixture.summary(mixture.count(sources, amounts, np.concatenate(drawn)))
-    for row in summary.rows:
-        assert row.realised == pytest.approx(row.asked, rel=0.01)
-    assert sum(row.drawn_amount for row in summary.rows) == pytest.approx(
-        3 * hours.sum() / 16_000 / 3600, rel=0.001
-    )
 
 
 def test_an_epoch_may_have_any_number_of_hours() -> None:

@@ -9,7 +9,6 @@ from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.data.audio.speed_perturbation import duration_at, load_at, name_at
 from effasr.data.audio.waveform import load_audio, samples_in
 from effasr.data.config import DataConfig
-from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.mixture import MixConfig
@@ -56,31 +55,6 @@ def test_speech_is_slower_and_lower_as_by_lhotse(tmp_path):
     assert len(theirs) == len(slow)
     # Their resampler is another one; at the ends both see silence.
     assert np.abs(theirs - slow)[100:-100].max() < 0.01
-
-
-def test_every_utterance_is_there_at_every_speed(nemo, tokenizer):
-    manifest = nemo(7)
-    plain, corpus = load(manifest, tokenizer, speed_perturbation=(1.0,)), load(manifest, tokenizer)
-    assert len(corpus) == 21
-    names = [f"u{n}{suffix}" for n in range(7) for suffix in ("_sp0.9", "", "_sp1.1")]
-    examples = [corpus.example(index) for index in range(21)]
-    assert [example.id for example in examples] == names
-    for index, example in enumerate(examples):
-        assert corpus.name(index) == example.id
-        assert corpus.audio(index) == plain.audio(index // 3)
-        assert len(example.audio) == corpus.samples[index]
-        assert corpus.duration(index) == len(example.audio) / 16_000
-        assert corpus.lengths.frames[index] == Framing().frames(len(example.audio))
-        assert corpus.lengths.tokens[index] == len(example.prompt) + len(example.text)
-        local = plain.example(index // 3)
-        assert (example.prompt, example.text) == (local.prompt, local.text)
-        if index % 3 == 1:
-            assert (example.audio == local.audio).all()
-    shares = sum(1 / speed for speed in SPEEDS)
-    assert corpus.seconds == pytest.approx(plain.seconds * shares, abs=0.01)
-    # Texts and lines are in memory once.
-    assert len(corpus._audio.paths.values) == len(plain._audio.paths.values)
-    assert len(corpus._tokens.values) == len(plain._tokens.values)
 
 
 def test_what_is_dropped_is_dropped_at_its_speed(nemo, tokenizer):

@@ -377,26 +377,11 @@ def lockstep(party: Party):
     assert gossip.counters().staleness_max == 0
 
 
-def late(party: Party):
-    """A learner that begins or drains late, but not as late as the limit, is waited for."""
-    tensors = [torch.full((3,), float(party.rank))]
-    gossip = party.gossip(tensors, timeout_s=6.0)
-    time.sleep(2 if party.rank == 1 else 0)
-    gossip.start()
-    time.sleep(2 if party.rank == 2 else 0)
-    gossip.publish()
-    gossip.drain()
-    take(gossip, tensors)
-    assert party.sum(tensors) == 3 * (0 + 1 + 2 + 3)
-    assert gossip.counters().lost == ()
-
-
 def learners_that_live(context: DistributedContext):
     scenarios = [
         (4, lambda party: mixes(party, topology="random")),
         (3, mixes),
         (2, lockstep),
-        (4, late),
     ]
     for number, (size, scenario) in enumerate(scenarios):
         party = Party(context, number, size)

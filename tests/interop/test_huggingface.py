@@ -299,29 +299,6 @@ def test_a_packed_batch_of_a_canary_gives_the_same_loss_and_every_gradient(
 
 
 @TRANSDUCERS
-@torch.no_grad()
-def test_encoder_predictor_and_joint_are_the_same(theirs, ours, examples, make_batch):
-    head = ours.transducer
-    for example in examples:
-        inputs = transducer_inputs(theirs, example)
-        expected, frames = theirs(**inputs), valid(theirs, inputs)
-        batch = make_batch([example])
-        encoded = ours.encode(batch)
-        states, projected = expected.last_hidden_state[0], expected.pooler_output[0]
-        assert_same(encoded.values, states[:frames], f"encoder of {example.id}")
-        mine = head.encoder_projection(encoded.values)
-        assert_same(mine, projected[:frames], f"projected encoder of {example.id}")
-        hidden = head.predictor(batch.text.values, batch.text.layout)
-        predicted = head.predictor_projection(hidden)
-        if example.monotonic:
-            decoded = theirs.decoder(inputs["decoder_input_ids"])
-            assert_same(predicted, decoded[0], f"predictor of {example.id}")
-            # Every frame with every number of labels.
-            logits = head.logits(mine[:, None], predicted)
-            assert_same(logits, expected.logits[0, :frames], f"joint of {example.id}")
-
-
-@TRANSDUCERS
 def test_a_packed_batch_of_a_transducer_gives_the_same_loss_and_every_gradient(
     kind, theirs, ours, examples, make_batch, tmp_path
 ):

@@ -46,14 +46,6 @@ def test_the_assistants_turns_are_written(tokenizer):
     assert (rows == CLIP).sum() == 1
 
 
-def test_a_prompt_is_the_beginning_of_the_conversation(tokenizer):
-    requested = prompt_rows(TALK[:2], tokenizer)
-    rows = conversation_rows(TALK[:3], tokenizer)
-    assert (rows[: len(requested)] == requested).all()
-    assert (rows[len(requested) :] < 0).all()
-    assert (rows[len(requested) :] != CLIP).all()
-
-
 def test_targets_are_the_next_tokens_of_the_assistant(tokenizer):
     rows = conversation_rows(TALK, tokenizer)
     tokens, targets, (start,) = input_rows(rows, [4])

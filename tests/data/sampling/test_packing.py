@@ -209,21 +209,6 @@ def test_ranks_wait_for_nobody(count: int, budget: int) -> None:
     assert np.quantile(np.concatenate(excess), 0.99) <= 0.005
 
 
-def test_long_utterances_share_micro_batches_as_if_drawn_at_random() -> None:
-    lengths = commands(2000)
-    shape = StaticShape(2000, suggest_token_budget(lengths, 2000), 250)
-    long = lengths.frames >= np.quantile(lengths.frames, 0.9)
-    pairs = expected = 0.0
-    for epoch in range(6):
-        plan = planned(lengths, shape, epoch=epoch)
-        ends = np.concatenate([[0], np.cumsum(long[plan.indices])])
-        there = np.diff(ends[plan.offsets])
-        pairs += float((there * (there - 1)).sum())
-        total = float(there.sum())
-        expected += total * (total - 1) / len(there)
-    assert 0.85 <= pairs / expected <= 1.05
-
-
 @pytest.mark.parametrize("epoch_end", ["carry", "exact"])
 def test_a_corpus_under_one_step_is_spread_over_it(epoch_end: EpochEnd) -> None:
     lengths = lengths_of([10] * 11, [2] * 11)
