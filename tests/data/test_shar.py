@@ -5,8 +5,6 @@ from lhotse import CutSet, MonoCut, Recording
 
 from effasr.data.audio.embedded import TarMember
 from effasr.data.audio.waveform import AudioError, load_audio
-from effasr.data.config import DataConfig
-from effasr.data.index.corpus import Corpus
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
@@ -49,19 +47,6 @@ def test_each_channel_of_a_call_is_a_file_of_its_own(tmp_path, nemo):
     result = read(tmp_path / "shar")
     assert [float(load_audio(cut).mean()) for cut in result] == pytest.approx(levels, abs=1e-3)
     assert prepare(tmp_path / "shar", tmp_path / "prepared").kept.utterances == 2
-
-
-def test_training_and_preparation_read_it(shar, tokenizer, tmp_path):
-    folder, cuts = shar
-    config = DataConfig(frame_budget=100)
-    direct = Corpus.load([folder], tokenizer, config)
-    prepare(folder, tmp_path / "prepared", tokenizer=tokenizer)
-    prepared = Corpus.load([tmp_path / "prepared"], tokenizer, config)
-    plain = Corpus.load(list((tmp_path / "corpus").glob("*.jsonl")), tokenizer, config)
-    assert direct.fingerprint == prepared.fingerprint == plain.fingerprint
-    for index in (6, 0, 3):
-        assert np.array_equal(direct.example(index).audio, prepared.example(index).audio)
-    assert len(direct) == len(cuts)
 
 
 def test_audio_that_is_gone_is_named(shar):

@@ -57,26 +57,6 @@ def test_speech_is_slower_and_lower_as_by_lhotse(tmp_path):
     assert np.abs(theirs - slow)[100:-100].max() < 0.01
 
 
-def test_what_is_dropped_is_dropped_at_its_speed(nemo, tokenizer):
-    manifest = nemo(7)
-    (manifest.parent / "audio/u2.wav").unlink()
-    corpus = load(manifest, tokenizer, min_duration=0.5, max_duration=1.1, filters=ANYTHING)
-    assert [(drop.id, drop.reason, drop.duration) for drop in corpus.dropped] == [
-        ("u0_sp1.1", "too_short", 7273 / 16_000),
-        ("u2_sp0.9", "missing_audio", None),
-        ("u2", "missing_audio", None),
-        ("u2_sp1.1", "missing_audio", None),
-        ("u5_sp0.9", "too_long", 17_778 / 16_000),
-        ("u6_sp0.9", "too_long", 19_556 / 16_000),
-    ]
-    assert len(corpus) == 15
-    assert corpus.example(0).id == "u0_sp0.9"
-    assert [corpus.name(index) for index in range(10, 15)] == [
-        "u4_sp1.1", "u5", "u5_sp1.1", "u6", "u6_sp1.1",
-    ]  # fmt: skip
-    assert [len(corpus.example(i).audio) for i in range(15)] == corpus.samples.tolist()
-
-
 def test_rates_and_ctc_are_those_of_the_copy(nemo, tokenizer):
     manifest = nemo(3, text="one")
     plain = load(manifest, tokenizer, speed_perturbation=(1.0,), filters=ANYTHING)
