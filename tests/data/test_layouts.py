@@ -92,23 +92,6 @@ def test_quotes_of_csv_and_quotes_of_a_text(folder, tmp_path) -> None:
     assert "metadata.csv:7: has 3 columns, but the first line has 2" in row["details"]
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-@pytest.mark.parametrize("names", ["offset duration", "start end"])
-def test_parts_of_a_recording(tmp_path, suffix, names) -> None:
-    folder = talk(tmp_path / "set" / "talk.wav", 300, 500, 700).parent
-    times = [(0.0, 1.0), (1.0, 1.0 if names.startswith("offset") else 2.0)]
-    rows = [("talk.wav", *span, text) for span, text in zip(times, ("a", "b"), strict=True)]
-    columns = ["file_name", *names.split(), "text"]
-    if suffix == "csv":
-        lines = [",".join(map(str, row)) for row in (columns, *rows)]
-    else:
-        lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
-    (folder / f"metadata.{suffix}").write_text("\n".join(lines))
-    selected, dropped = prepared(folder, tmp_path)
-    assert [(hertz(cut), cut.duration) for cut in selected] == [(300, 1.0), (500, 1.0)]
-    assert dropped == []
-
-
 def test_a_huge_field_is_listed(folder, tmp_path) -> None:
     huge = "x" * 200_000
     (folder / "metadata.csv").write_text(f'file_name,text\nc0.wav,"a, {huge}"\nc1.wav,b\n')
