@@ -17,7 +17,7 @@ def add(command: AddCommand) -> None:
         run,
         "Write one HTML page of a run or of a corpus.",
         "Of a run, or of a model directory with evaluations: curves, error rates, the worst",
-        "utterances, time, and the configuration. It may be in training, or broken. Of a corpus:",
+        "utterances and the configuration. It may be in training, or broken. Of a corpus:",
         "lengths, rates, characters, speakers, levels, duplicates, outliers, and filters.",
         "The page needs neither network nor other files, but for audio above its limit.",
         "No other command writes it, but for `effasr prepare --report`.",

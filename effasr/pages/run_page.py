@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from effasr.pages.audio import NOTE, Players, cuts_of
 from effasr.pages.markup import (
     Cell,
     Series,
-    bar,
     charts,
     document,
     isolated,
@@ -123,7 +121,6 @@ def run_page(path: Path, page: Path) -> str:
         "Sets": _sets(run),
         "Worst utterances": _worst(run, Players(page)),
         "Examples over time": _examples(run),
-        "Where the time went": _time(run),
         "Warnings and data": _events(run),
         "Configuration": _configuration(run),
     }
@@ -290,44 +287,6 @@ def _examples(run: _Run) -> str:
         + table(("step", "transcribed"), [*rows[: -1 : -(-len(rows) // _EXAMPLES)], rows[-1]])
         for (name, identifier, reference), rows in texts.items()
     )
-
-
-def _time(run: _Run) -> str:
-    if not run.metrics:
-        return ""
-    seconds: dict[str, float] = defaultdict(float)
-    frames = 0.0
-    for line, steps in run.counted():
-        waits = {"waiting for data": "data_wait_s", "waiting for other ranks": "rank_wait_s"}
-        for name, key in waits.items():
-            seconds[name] += steps * (line.get(key) or 0.0)
-        busy = line["step_s"] - sum(line.get(key) or 0.0 for key in waits.values())
-        seconds["steps, without waits"] += steps * max(busy, 0.0)
-        frames += 100 * steps * (line.get("padding_frames") or 0.0)
-    for line in (line for lines in run.validations.values() for line in lines):
-        seconds["validation"] += line.get("seconds") or 0.0
-    note = (
-        "By the seconds of metrics.jsonl and validation.jsonl: starts, checkpoints and "
-        "interruptions are left out. Of the frames of a step, "
-        f"{frames / max(run.metrics[-1]['step'], 1):.2f} % are padding."
-    )
-    if (run.path / "profile").is_dir():
-        note += f" `python profiling/report.py {run.path}` divides a step by kernels."
-    whole = sum(seconds.values()) or 1.0
-    rows = [
-        (
-            *(name, Cell(_clock(value), value)),
-            *(Cell(f"{100 * value / whole:.1f} %", value), Cell(bar(value / whole))),
-        )
-        for name, value in sorted(seconds.items(), key=itemgetter(1), reverse=True)
-        if value
-    ]
-    return lead(note) + table(("part", "time", "share", ""), rows)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def _events(run: _Run) -> str:

@@ -64,7 +64,7 @@ def run(workplace, tmp_path_factory):
 
 def test_the_page_of_a_run_has_curves_sets_utterances_and_what_differs(run, tmp_path):
     page = report(run, tmp_path / "page.html")
-    titles = ["", "Curves", "Sets", "Worst-utterances", "Examples-over-time", "Where-the-time-went"]
+    titles = ["", "Curves", "Sets", "Worst-utterances", "Examples-over-time"]
     assert list(page.sections) == [*titles, "Warnings-and-data", "Configuration"]
     assert {"Loss", "Learning rate", "Norm of the gradient", "Padding"} <= set(
         re.findall("<figcaption>(.*?)</figcaption>", page.html)
