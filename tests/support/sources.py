@@ -6,8 +6,6 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-import soundfile
-
 from tests.support.corpora import read_lines, write_lines
 
 SHARDS = 2
@@ -69,8 +67,6 @@ def parquet(manifest: Path, folder: Path, *, linked: bool = False) -> Path:
     import pyarrow as pa
     from pyarrow import parquet as pq
 
-    features = {"language": {"names": ["de", "en"], "_type": "ClassLabel"}}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     for number, rows in enumerate(shards(manifest)):
         audio = pa.array(
             [{"bytes": None, "path": str(path)} if linked else
@@ -78,24 +74,20 @@ def parquet(manifest: Path, folder: Path, *, linked: bool = False) -> Path:
             pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
         )  # fmt: skip
         texts = pa.array([row["text"] for _, row in rows], pa.large_string()).dictionary_encode()
-        languages = pa.array([["de", "en"].index(row.get("lang", "en")) for _, row in rows])
+        languages = pa.array([row.get("lang", "en") for _, row in rows])
         table = pa.table({"audio": audio, "sentence": texts, "language": languages})
         path = folder / f"train-{number:05}-of-{SHARDS:05}.parquet"
-        pq.write_table(table.replace_schema_metadata(metadata), path, row_group_size=6)
+        pq.write_table(table, path, row_group_size=6)
     return folder
 
 
-def saved_to_disk(manifest: Path, folder: Path, *, samples: bool = False) -> Path:
-    """As `save_to_disk` writes it; older datasets have samples in place of files."""
+def saved_to_disk(manifest: Path, folder: Path) -> Path:
+    """As `save_to_disk` writes it."""
     import pyarrow as pa
 
     names = [f"data-{number:05}-of-{SHARDS:05}.arrow" for number in range(SHARDS)]
     for name, rows in zip(names, shards(manifest), strict=True):
-        cells = []
-        for path, _ in rows:
-            audio, rate = soundfile.read(path, dtype="float32")
-            decoded = {"path": path.name, "array": audio, "sampling_rate": rate}
-            cells.append(decoded if samples else {"bytes": path.read_bytes(), "path": path.name})
+        cells = [{"bytes": path.read_bytes(), "path": path.name} for path, _ in rows]
         columns = {"audio": cells, "text": [row["text"] for _, row in rows]}
         table = pa.table(columns)
         with pa.ipc.new_stream(folder / name, table.schema) as writer:
@@ -114,7 +106,6 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "parquet": parquet,
     "parquet of paths": lambda manifest, folder: parquet(manifest, folder, linked=True),
     "saved to disk": saved_to_disk,
-    "samples": lambda manifest, folder: saved_to_disk(manifest, folder, samples=True),
 }
 
 

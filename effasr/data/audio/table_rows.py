@@ -6,7 +6,6 @@ files are mapped into memory.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import threading
@@ -16,9 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import soundfile
 
 from effasr.untrusted.files import open_regular
 
@@ -47,7 +43,6 @@ class TableRow:
         return result and cls(result[1], int(result[2]), int(result[3]))
 
     def read(self) -> bytes:
-        """Return the audio file; samples become one."""
         try:
             return _audio_file(_cache().value(self))
         except _OF_DAMAGE as error:
@@ -55,29 +50,16 @@ class TableRow:
             raise ValueError(f"{self}: the audio cannot be read: {problem}") from error
 
 
-_OF_DAMAGE = (
-    *(KeyError, IndexError, TypeError, ValueError, NotImplementedError, MemoryError),
-    soundfile.SoundFileError,
-)
+_OF_DAMAGE = KeyError, IndexError, TypeError, ValueError, NotImplementedError, MemoryError
 _TABLE_ROW = re.compile(r"(.+)\[row (\d+), column (\d+)\]", re.DOTALL)
 
 
 def _audio_file(value: Any) -> bytes:
-    """Return the audio file of a cell: its bytes, or samples with their rate."""
+    """Return the audio file of a cell."""
     import pyarrow as pa
 
     if isinstance(value, pa.StructScalar) and value.is_valid:
         names = [field.name for field in value.type]
-        if "array" in names and value["array"].is_valid:
-            samples = value["array"].values.to_numpy(zero_copy_only=False)
-            if samples.dtype == object:
-                raise ValueError("samples must be numbers of one channel.")
-            file = io.BytesIO()
-            subtype = {"int16": "PCM_16", "int32": "PCM_32", "float64": "DOUBLE"}
-            kind = subtype.get(samples.dtype.name, "FLOAT")
-            rate = value["sampling_rate"].as_py()
-            soundfile.write(file, np.ascontiguousarray(samples), rate, kind, format="WAV")
-            return file.getvalue()
         value = value["bytes"] if "bytes" in names else pa.scalar(None)
     content = value.as_py()
     if not isinstance(content, bytes) or not content:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -73,14 +72,13 @@ class _Columns:
     content: str | None  # leaf with the audio itself, such as audio.bytes; None for paths alone
     path: str | None  # leaf with the path
     fields: tuple[str, ...]
-    labels: dict[str, list[str]]  # names of the numbers of a column
 
     @classmethod
     def of(cls, schema: pa.Schema, path: Path, options: ReadOptions) -> _Columns:
         audio = _audio_column(schema, path)
         kind = schema.field(audio).type
         leaves = [field.name for field in kind] if _is_struct(kind) else []
-        content = next((f"{audio}.{name}" for name in ("bytes", "array") if name in leaves), None)
+        content = f"{audio}.bytes" if "bytes" in leaves else None
         file = f"{audio}.path" if "path" in leaves else None
         if not leaves:
             content, file = (audio, None) if _is_binary(kind) else (None, audio)
@@ -96,7 +94,7 @@ class _Columns:
         fields = tuple(
             name for name in schema.names if name != audio and (name in READ or name in texts)
         )
-        return cls(audio, schema.names.index(audio), content, file, fields, _labels(schema))
+        return cls(audio, schema.names.index(audio), content, file, fields)
 
 
 def _is_struct(kind: Any) -> bool:
@@ -118,7 +116,7 @@ def _audio_column(schema: pa.Schema, path: Path) -> str:
         field.name
         for field in schema
         if _is_binary(field.type)
-        or (_is_struct(field.type) and {child.name for child in field.type} & {"bytes", "array"})
+        or (_is_struct(field.type) and "bytes" in {child.name for child in field.type})
     ]
     linked = [name for name in AUDIO if name in schema.names]
     names = embedded or linked
@@ -132,16 +130,6 @@ def _audio_column(schema: pa.Schema, path: Path) -> str:
             f"{path}: several columns may be the audio, {', '.join(names)}: name it `audio`."
         )
     return "audio" if "audio" in names else names[0]
-
-
-def _labels(schema: pa.Schema) -> dict[str, list[str]]:
-    """Return the names of Hugging Face's ClassLabels, whose values are numbers."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        items = features.items()
-        return {name: kind["names"] for name, kind in items if kind["_type"] == "ClassLabel"}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return {}
 
 
 def _of_file(path: Path, options: ReadOptions) -> Iterator[Utterance]:
@@ -159,10 +147,6 @@ def _of_file(path: Path, options: ReadOptions) -> Iterator[Utterance]:
             raise ValueError(f"{path}: the rows from {first} on are damaged: {problem}") from error
         rows = block.to_pylist() if columns.fields else [{} for _ in places]
         for row, (values, place) in enumerate(zip(rows, places, strict=True), first):
-            for name in columns.labels.keys() & values.keys():
-                if isinstance(label := values[name], int):
-                    names = columns.labels[name]
-                    values[name] = names[label] if 0 <= label < len(names) else None
             yield _of_row(
                 ManifestRow(values, path, row, f"{path}: row {row}"), *place, columns, options
             )

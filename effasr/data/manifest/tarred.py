@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -213,7 +212,6 @@ def _of_shard(path: Path, options: ReadOptions) -> Iterator[Utterance]:
             sample.audio = sample.audio or entry
         if not is_first:
             yield _rejected(entry, f"{path}: {entry.name}: its key comes twice: it is left out.")
-    _join_parts(samples)
     for key, sample in samples.items():
         if sample.audio is None:
             for entry in sample.texts.values():
@@ -223,23 +221,6 @@ def _of_shard(path: Path, options: ReadOptions) -> Iterator[Utterance]:
             yield _rejected(sample.audio, problem)
         else:
             yield _of_sample(path, key, sample, options)
-
-
-def _join_parts(samples: dict[str, _Sample]) -> None:
-    """Give audio without a text those of its key, up to the first dot: a.x.wav and a.y.json."""
-
-    def key(stem: str) -> str:
-        folder, slash, name = stem.rpartition("/")
-        return f"{folder}{slash}{name.partition('.')[0]}"
-
-    alone = [stem for stem, sample in samples.items() if sample.audio and not sample.texts]
-    recordings = Counter(key(stem) for stem, sample in samples.items() if sample.audio)
-    by_key = {key(stem): stem for stem in alone if recordings[key(stem)] == 1}
-    for stem in [stem for stem, sample in samples.items() if not sample.audio]:
-        if (audio := by_key.get(key(stem))) is not None:
-            part = stem.removeprefix(key(stem)).lstrip(".")
-            for suffix, entry in samples.pop(stem).texts.items():
-                samples[audio].texts[f"{part}.{suffix}" if part else suffix] = entry
 
 
 def _of_sample(path: Path, key: str, sample: _Sample, options: ReadOptions) -> Utterance:
