@@ -5,7 +5,7 @@ import json
 import pytest
 
 from effasr import config as configuration
-from effasr.training.calibration.search import MemoryModel
+from effasr.training.calibration.search import LinearModel
 from effasr.training.config import TrainConfig
 from tests.support.known_machine import known_machine
 
@@ -13,7 +13,7 @@ from tests.support.known_machine import known_machine
 @pytest.fixture(autouse=True)
 def trials(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e4, 10.0))
+    return known_machine(monkeypatch, LinearModel(1e8, 1e5))
 
 
 def test_what_it_shows_is_what_training_takes(effasr, workplace, tmp_path, train, trials):

@@ -24,7 +24,7 @@ import soundfile
 import yaml
 
 from effasr.cli import main as cli
-from effasr.training.calibration.search import MemoryModel
+from effasr.training.calibration.search import LinearModel
 from effasr.training.run_dir.run_directory import read_lines
 from tests.cli.conftest import RECIPE, write_manifest
 from tests.docs import scripts
@@ -210,7 +210,7 @@ def test_commands_run(needs, text, request, tmp_path, monkeypatch, capsys):
     shutil.copytree(request.getfixturevalue(needs.split()[1]), folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e4, 10.0))
+    known_machine(monkeypatch, LinearModel(1e8, 1e5))
     for line in chain.from_iterable(line.split("&&") for line in text.splitlines()):
         *before, last = split(line)
         if last[0] not in NOT_RUN:

@@ -16,7 +16,12 @@ from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import store
-from effasr.training.calibration.search import Search, SearchResult, bucket_sizes
+from effasr.training.calibration.search import (
+    Search,
+    SearchResult,
+    bucket_sizes,
+    frames_per_full_wave,
+)
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.store import Calibration
 from effasr.training.calibration.trial import Measurement, Request, measure
@@ -104,13 +109,13 @@ def calibrate(
         request = Request(mapping, vocab_size, str(device), target, count, work)
         return measure(request, alive=alive)
 
-    multiprocessors = None
+    wave = 0
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        wave = frames_per_full_wave(config.model.encoder.width, multiprocessors)
     search = Search(
-        population, config.model, config.calibration, target, config.data.micro_batches, trial,
-        note, multiprocessors,
-    )  # fmt: skip
+        population, config.calibration, target, config.data.micro_batches, trial, note, wave
+    )
     return _record(search.run(), search, described, config, time.monotonic() - started)
 
 
@@ -133,7 +138,7 @@ def _record(
     table = None
     if search.population.conversations is None:
         bins = BucketTable.derive(search.population.lengths, shape, config.data.buckets)
-        table = bucket_sizes(bins, result.memory, config.model, search.limit)
+        table = bucket_sizes(bins, search.population.shape(result.largest))
     replay = result.replay
     assert replay.predicted_bytes is not None
     assert replay.error is not None
@@ -159,15 +164,7 @@ def _record(
         ]
         if table is not None
         else [],
-        trials=[
-            {
-                "purpose": trial.purpose,
-                **asdict(trial.load),
-                "predicted_bytes": trial.predicted_bytes,
-                **asdict(trial.measured),
-            }
-            for trial in result.trials
-        ],
+        trials=[asdict(trial) for trial in result.trials],
         seconds=seconds,
     )
     store.save(calibration, table, shape.framing)

@@ -26,7 +26,7 @@ from effasr.training.memory import total_bytes
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 
 _PER_FRAMES = 1_000_000
 """A frame budget whose rows show the shares of spoken and written conversations."""
@@ -47,7 +47,7 @@ class Calibration:
     measured_bytes: int  # Measured peak of these
     prediction_error: float  # Relative error of the prediction
     audio_seconds_per_second: float  # Measured speed
-    memory_model: dict[str, float]  # Bytes: fixed, per_frame, per_token, per_cell
+    memory_model: dict[str, float]  # Bytes: fixed, per_frame
     speed_model: dict[str, float]  # Seconds of a micro-batch: fixed, per_frame
     # The table for ``sync_bucketed_2d``: rows of longest duration in seconds, most tokens,
     # utterances of a batch; empty for conversations

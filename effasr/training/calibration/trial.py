@@ -66,7 +66,6 @@ class Request:
 class Measurement:
     fits: bool  # Whether there was enough memory
     peak_bytes: int = 0  # Peak memory, as ``limit_bytes`` counts it; 0 if it did not fit
-    tensor_bytes: int = 0  # Peak memory of tensors on a GPU; elsewhere as ``peak_bytes``
     # Shortest time of a micro-batch, its share of the update included; 0 if it did not fit
     seconds: float = 0.0
     audio_seconds: float = 0.0  # Mean duration of a timed micro-batch
@@ -119,11 +118,9 @@ def run(request: Request) -> Measurement:
         if is_timed:
             seconds.append(used / len(batches))
             audio.append(batch.audio_seconds)
-    tensors, peak = _peaks(device)
     return Measurement(
         fits=True,
-        peak_bytes=peak,
-        tensor_bytes=tensors,
+        peak_bytes=_peak(device),
         seconds=min(seconds),
         audio_seconds=statistics.mean(audio),
         speeds=tuple(length / used for length, used in zip(audio, seconds, strict=True)),
@@ -158,16 +155,14 @@ def _limit(device: torch.device, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
 
 
-def _peaks(device: torch.device) -> tuple[int, int]:
-    """Return the peak bytes of tensors, and the total, on a GPU that of all its processes."""
+def _peak(device: torch.device) -> int:
+    """Return the peak bytes, on a GPU those of all its processes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)
-        reserved = torch.cuda.max_memory_reserved(device)
-        return torch.cuda.max_memory_allocated(device), reserved + outside
+        return torch.cuda.max_memory_reserved(device) + outside
     # Of this process alone, where Linux reports it; elsewhere it may be inherited from the parent.
-    peak = _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return peak, peak
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _status(name: str) -> int:

@@ -32,15 +32,12 @@ from effasr.data.sampling.packing import (
 )
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.config import ModelConfig
-from effasr.model.cost import language_model_sizes
 
 if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
 
 Lengths = list[tuple[int, int]]
 """Encoder frames and decoder tokens of the utterances of a micro-batch."""
-
-Kind = Literal["longest", "shortest"]
 
 _STEPS = 12  # Planned steps from which the batches of a trial and the padding are taken
 
@@ -222,16 +219,14 @@ class Population:
             return None
         return self.conversations.probabilities(self.lengths)
 
-    def shape(self, frame_budget: int, *, tokens: float = 1.0) -> StaticShape:
-        """Return the shape for a frame budget; ``tokens`` multiplies the token budget."""
-        return self._shape(frame_budget, tokens)[0]
+    def shape(self, frame_budget: int) -> StaticShape:
+        return self._shape(frame_budget)[0]
 
-    def _shape(self, frame_budget: int, tokens: float) -> tuple[StaticShape, Clips | None]:
+    def _shape(self, frame_budget: int) -> tuple[StaticShape, Clips | None]:
         budget = self.token_budget
         if budget is None and self.conversations is not None:
             budget = self.conversations.token_budget(frame_budget)
         budget = budget or suggest_token_budget(self.lengths, frame_budget)
-        budget = math.ceil(budget * tokens)
         fitting = self._fitting(frame_budget, budget)
         selected = fitting.lengths
         if fitting.conversations is not None:
@@ -250,30 +245,18 @@ class Population:
         )
         return with_sequences(shape, self.max_sequences, selected), None
 
-    def workload(
-        self, frame_budget: int, *, batches: int, kind: Kind = "longest", tokens: float = 1.0
-    ) -> Workload:
-        shape, clips = self._shape(frame_budget, tokens)
-        selected = self._fitting(shape.frame_budget, shape.token_budget).lengths
-        extreme = self._extreme(selected, shape, clips, kind)
-        usual = self.planned(shape) if kind == "longest" else [extreme]
+    def workload(self, frame_budget: int, *, batches: int) -> Workload:
+        shape, clips = self._shape(frame_budget)
+        lengths = self._fitting(shape.frame_budget, shape.token_budget).lengths
+        # Rows of a language model are those of speech, too.
+        sizes = lengths.tokens if clips is not None else lengths.frames + lengths.tokens
+        extreme, usual = longest_together(sizes, lengths, shape), self.planned(shape)
         timed = [usual[n % len(usual)] for n in range(batches)]
         if clips is not None:
             # Speech that was divided anew may have a clip more; all batches have one shape.
             counts = (sum(len(clips.split(f)) for f, _ in lengths) for lengths in [*timed, extreme])
             clips = replace(clips, most=max(clips.most, *counts))
         return Workload(shape, timed, extreme, clips)
-
-    def _extreme(
-        self, kept: UtteranceLengths, shape: StaticShape, clips: Clips | None, kind: Kind
-    ) -> Lengths:
-        result = together(kept, shape, kind)
-        if self.conversations is None or kind == "shortest":
-            return result
-        # The most rows and the most speech may be those of different conversations.
-        other_items = (together(kept, shape, kind, by=x) for x in (kept.frames, kept.tokens))
-        model = self.conversations.model
-        return max([result, *other_items], key=lambda lengths: cells(lengths, model, clips))
 
     def planned(self, shape: StaticShape) -> list[Lengths]:
         """Return micro-batches as the packed planner makes them from a sample of the corpus."""
@@ -303,49 +286,20 @@ class Population:
         return replace(self, lengths=self.lengths.take(selected), conversations=conversations)
 
 
-def together(
-    lengths: UtteranceLengths, shape: StaticShape, kind: Kind, by: np.ndarray | None = None
-) -> Lengths:
-    """Return as many utterances of one end of the corpus as fit, repeated if too few."""
-    sizes = lengths.frames.astype(np.int64) + lengths.tokens if by is None else by
-    order = np.argsort(sizes, kind="stable")
-    if kind == "longest":
-        order = order[::-1]
+def longest_together(sizes: np.ndarray, lengths: UtteranceLengths, shape: StaticShape) -> Lengths:
+    """Return as many utterances as fit, each the largest that does, repeated: int (n,) sizes."""
+    order = np.argsort(sizes, kind="stable")[::-1]
     chosen: Lengths = []
     frames, tokens = shape.frame_budget, shape.token_budget
     nodes = shape.node_budget or math.inf
-    position = misses = 0
-    while len(chosen) < shape.max_sequences and misses < len(order):
-        index = order[position % len(order)]
-        position += 1
-        f, u = int(lengths.frames[index]), int(lengths.tokens[index])
-        if f > frames or u > tokens or f * u > nodes or f + u == 0:
-            misses += 1
-            continue
-        # Repeats the same utterance, the longest: no plan holds anything longer.
-        position, misses = (position - 1 if kind == "longest" else position), 0
-        chosen.append((f, u))
-        frames, tokens, nodes = frames - f, tokens - u, nodes - f * u
+    for f, u in zip(lengths.frames[order].tolist(), lengths.tokens[order].tolist(), strict=True):
+        # Repeats the same utterance: no plan holds anything longer.
+        while f <= frames and u <= tokens and f * u <= nodes and f + u:
+            if len(chosen) == shape.max_sequences:
+                return chosen
+            chosen.append((f, u))
+            frames, tokens, nodes = frames - f, tokens - u, nodes - f * u
     return chosen
-
-
-def cells(lengths: Lengths, model: ModelConfig, clips: Clips | None = None) -> int:
-    """Return the number of scores of all attentions and lattices."""
-    encoder, decoder = model.encoder, model.decoder
-    frames = np.array([f for f, _ in lengths], dtype=np.int64)
-    tokens = np.array([u for _, u in lengths], dtype=np.int64)
-    if model.language_model is not None:
-        split = (lambda f: [f]) if clips is None else clips.split
-        speech = np.array([size for f, _ in lengths for size in split(f)], dtype=np.int64)
-        sizes = language_model_sizes(model.language_model)
-        scores = encoder.layers * encoder.heads * int((speech**2).sum())
-        return scores + sizes.layers * sizes.heads * int((tokens**2).sum())
-    total = encoder.layers * encoder.heads * int((frames**2).sum())
-    if decoder is not None:
-        scores = int((tokens**2 + tokens * frames).sum())
-        total += decoder.layers * decoder.heads * scores
-    lattice = int((frames * tokens).sum())
-    return total + lattice * (2 * model.ctc + (model.transducer is not None))
 
 
 def batch_of(

@@ -8,7 +8,7 @@ from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.training.calibration.search import MemoryModel, SpeedModel, load_of
+from effasr.training.calibration.search import LinearModel
 from effasr.training.calibration.trial import Measurement
 from effasr.training.calibration.workload import Population, Workload
 
@@ -43,17 +43,17 @@ def cache(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def machine() -> Callable[..., Callable[[Workload], Measurement]]:
     def make(
-        memory: MemoryModel, speed: SpeedModel, holds: float, noise: float = 0.0
+        memory: LinearModel, speed: LinearModel, holds: float, noise: float = 0.0
     ) -> Callable[[Workload], Measurement]:
         generator = np.random.default_rng(1)
 
         def measure(work: Workload) -> Measurement:
-            peak = round(memory.predict(load_of(work, MODEL)))
+            peak = round(memory.predict(work.shape.frame_budget))
             if peak > holds:
                 return Measurement(fits=False, reason="out of memory")
             audio = 0.08 * sum(f for lengths in work.timed for f, _ in lengths) / len(work.timed)
             seconds = speed.predict(work.shape.frame_budget) * (1 + noise * generator.random())
-            return Measurement(True, peak, peak, seconds, audio)
+            return Measurement(True, peak, seconds, audio)
 
         return measure
 

@@ -21,7 +21,7 @@ from effasr.training.calibration.calibrate import (
     resolve_auto_frame_budget,
     target_bytes,
 )
-from effasr.training.calibration.search import MemoryModel, Search
+from effasr.training.calibration.search import LinearModel, Search
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.trial import Measurement, Request, TrialFailed, measure
 from effasr.training.calibration.workload import Workload
@@ -43,7 +43,7 @@ AUTO = {"frame_budget": "auto", "micro_batches": 1}
 
 @pytest.fixture
 def trials(monkeypatch):
-    return known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e4, 10.0))
+    return known_machine(monkeypatch, LinearModel(1e8, 1e5))
 
 
 def test_training_finds_the_budget_and_writes_it_down(make_config, trials, tmp_path, cache, caplog):
@@ -55,7 +55,7 @@ def test_training_finds_the_budget_and_writes_it_down(make_config, trials, tmp_p
     assert isinstance(budget, int)
     assert (written.data.token_budget, written.data.max_sequences) != (None, None)
     count = len(trials)
-    assert 4 <= count <= 12
+    assert 3 <= count <= 12
     assert "there is no calibration for this machine" in caplog.text
     (line, *_) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert line["padding_frames"] < 0.5
@@ -248,7 +248,7 @@ def test_the_model_of_memory_predicts_what_is_measured(request_of, population, t
         out, error = process.communicate(timeout=240)
         return trial._result(process.returncode, out, error)
 
-    result = Search(endless, MODEL, settings, target, 1, measured_trial).run()
+    result = Search(endless, settings, target, 1, measured_trial).run()
     assert result.limited_by == "memory"
     assert result.replay.error is not None
     assert abs(result.replay.error) < 0.04

@@ -1,6 +1,5 @@
 """Trials of a speech language model: conversations with two budgets, and `frame_budget: auto`."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +15,9 @@ from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import trial, workload
 from effasr.training.calibration.calibrate import read_population, resolve_auto_frame_budget
-from effasr.training.calibration.search import MemoryModel
+from effasr.training.calibration.search import LinearModel
 from effasr.training.calibration.trial import Request
-from effasr.training.calibration.workload import Clips, batch_of, cells
+from effasr.training.calibration.workload import Clips, batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.resolve import find_tokenizer, resolve_config
@@ -78,34 +77,6 @@ def test_planned_batches_have_the_shares_of_the_mixture(make, share):
         assert used / (budget * len(population.planned(shape))) > 0.9
 
 
-def test_the_extreme_batch_has_the_most_scores(make):
-    config = make()
-    population = population_of(config)
-    work = population.workload(300, batches=3)
-    most = cells(work.extreme, config.model, work.clips)
-    for lengths in population.planned(work.shape):
-        assert sum(f for f, _ in lengths) <= 300
-        assert most >= cells(lengths, config.model, work.clips)
-    for used, budget in zip(
-        np.sum(work.extreme, axis=0), (300, work.shape.token_budget), strict=True
-    ):
-        assert used <= budget
-
-
-def test_cells_are_those_of_clips_and_of_the_language_model(make):
-    model = make().model
-    encoder, rows = model.encoder.heads * model.encoder.layers, [70, 9]
-    language_model = json.loads(model.language_model.architecture)
-    scores = language_model["num_attention_heads"] * language_model["num_hidden_layers"]
-    expected = encoder * (20**2 + 20**2 + 12**2) + scores * sum(n**2 for n in rows)
-    lengths = list(zip([52, 0], rows, strict=True))
-    assert cells(lengths, model, Clips(20, 8, 2)) != cells(lengths, model)
-    clips = Clips(20, 8, 2).split(52)
-    assert sorted(clips) == [16, 18, 18]
-    expected += encoder * (2 * 18**2 + 16**2 - 2 * 20**2 - 12**2)
-    assert cells(lengths, model, Clips(20, 8, 2)) == expected
-
-
 @given(st.integers(0, 3000), st.integers(1, 400), st.integers(1, 8))
 def test_speech_is_divided_into_few_clips(frames, longest, stack):
     clips = split_into_clips(frames, longest, stack)
@@ -158,7 +129,7 @@ def test_a_trial_trains_on_conversations(make, monkeypatch):
 def trials(monkeypatch):
     # Plans for a small corpus in small budgets are most of what a search takes.
     monkeypatch.setattr(workload, "_STEPS", 2)
-    return known_machine(monkeypatch, MemoryModel(1e8, 1e5, 1e5, 10.0))
+    return known_machine(monkeypatch, LinearModel(1e8, 3e5))
 
 
 def test_training_finds_both_budgets(make, trials, tmp_path, cache):
