@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import math
+import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 from lhotse import MonoCut, SupervisionSegment
-from lhotse.cut import Cut
 
 from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import AudioError, samples_in
@@ -153,13 +152,13 @@ class _Reader:
         if first is None:
             return
         lines = chain([first], lines)
-        start = first[1].lstrip()
-        if start.startswith("{") or ".jsonl" in file.suffixes:
-            self._add_objects(source, file, lines)
-        elif start.startswith("#") or _is_number(start.split("#")[0]):
-            self._add_table(source, _read_durations(file, lines))
+        if first[1].lstrip().startswith("{") or ".jsonl" in file.suffixes:
+            rows = (ManifestRow.parse(text, file, line) for line, text in lines)
         else:
-            self._add_table(source, _read_table(file, lines))
+            rows = _read_table(file, lines)
+        for row in rows:
+            self._add_row((source, row.line), row)
+            self._report()
 
     def listing(self) -> Listing:
         positions = np.array(self._positions, dtype=np.int32).reshape(-1, 2)
@@ -232,61 +231,45 @@ class _Reader:
     def _drop(self, drop: Dropped) -> None:
         self._dropped.append((len(self._names), drop))
 
-    def _add_table(self, source: int, rows: Iterator[_TableRow]) -> None:
-        prompt = self._options.default
-        for row in rows:
-            tokens, prompt_tokens = row.tokens, self._prompt_tokens
-            if tokens is None:
-                self._by_duration += len(self._limits.speed_perturbation)
-                tokens = max(1, round(min(TOKENS_PER_SECOND * row.seconds, _MAX_TOKENS)))
-            if self._limits.text == "ignored":
-                tokens = prompt_tokens = 0
-            self._add(row.name, (source, row.line), row.seconds, prompt, tokens, prompt_tokens)
-            self._report()
-
-    def _add_objects(self, source: int, path: Path, lines: Iterator[tuple[int, str]]) -> None:
-        for line, text in lines:
-            self._report()
-            row = ManifestRow.parse(text, path, line)
-            seconds = row.seconds("duration")
-            if seconds is not None:
-                self._add_object((source, line), seconds, row)
-                continue
-            if "audio_filepath" not in row.values:
-                raise row.error(
-                    "`duration` is missing: every line needs it, in seconds, where it names no "
-                    "audio file (`audio_filepath`).",
-                    "duration",
-                )
+    def _add_row(self, position: _Position, row: ManifestRow) -> None:
+        """Add a line of JSON or of a table."""
+        seconds = row.seconds("duration")
+        if seconds is None and "audio_filepath" not in row.values:
+            raise row.error(
+                "`duration` is missing: every line needs it, in seconds, where it names no "
+                "audio file (`audio_filepath`).",
+                "duration",
+            )
+        if seconds is None:
             utterance = nemo.FORMAT.parse(row, self._options)
-            self._add_utterance(utterance.id, (source, line), utterance)
-
-    def _add_object(self, position: _Position, seconds: float, row: ManifestRow) -> None:
-        """Add a JSON line with a duration."""
-        name = row.optional_string("id")
-        count = _num_tokens(row)
+            self._add_utterance(utterance.id, position, utterance)
+            return
+        name, count = row.optional_string("id"), _num_tokens(row)
         if "supervisions" in row.values:
             row = _supervised(row)
         prompt = row.prompt(self._options.default)
-        if self._options.untranscribed and self._lacks_text(row.values.get("text")):
-            self._add(name, position, seconds, prompt, 0, 0)
-        elif "text" in row.values and (count is None or self._checks_texts):
+        if "text" in row.values and (count is None or self._checks_texts):
             text = row.transcript("text")
             self._add_text(name, position, seconds, text, prompt, row.origin)
+        elif self._limits.text == "ignored":
+            self._add(name, position, seconds, prompt, 0, 0)
         elif count is not None:
             tokens = min(count, _MAX_TOKENS)
             self._add(name, position, seconds, prompt, tokens, self._prompt_tokens)
+        elif "num_tokens" in row.values:
+            self._by_duration += len(self._limits.speed_perturbation)
+            tokens = max(1, round(min(TOKENS_PER_SECOND * seconds, _MAX_TOKENS)))
+            self._add(name, position, seconds, prompt, tokens, self._prompt_tokens)
+        elif self._options.untranscribed:
+            self._add(name, position, seconds, prompt, 0, 0)
         else:
             raise row.error("`text` and `num_tokens` are missing: every line needs one of them.")
 
     def _add_utterance(self, name: str, position: _Position, utterance: Utterance) -> None:
         """Add an utterance of a manifest."""
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
-            seconds, prompt = utterance.duration, utterance.prompt
-            if self._options.untranscribed and self._lacks_text(utterance.text):
-                self._add(name, position, seconds, prompt, 0, 0)
-            else:
-                self._add_text(name, position, seconds, utterance.text, prompt, utterance.origin)
+            lengths, prompt, origin = utterance.duration, utterance.prompt, utterance.origin
+            self._add_text(name, position, lengths, utterance.text, prompt, origin)
             return
         try:
             cut = utterance.cut(name)
@@ -295,14 +278,7 @@ class _Reader:
                 copy = name_at(name, speed)
                 self._drop(Dropped(copy, error.problem, str(error), utterance.audio))
             return
-        if self._options.untranscribed and self._lacks_text(text_of(cut)):
-            self._add(name, position, cut.duration, prompt_of(cut), 0, 0)
-        else:
-            self._add_cut(name, position, cut, prompt_of(cut))
-
-    def _lacks_text(self, text: object) -> bool:
-        """Return whether an utterance with this text is used without one."""
-        return self._limits.text == "ignored" or not isinstance(text, str) or not text.strip()
+        self._add_text(name, position, cut.duration, text_of(cut), prompt_of(cut), name)
 
     def _add_text(
         self,
@@ -313,30 +289,29 @@ class _Reader:
         prompt: Prompt,
         origin: str,
     ) -> None:
-        if not self._checks_texts:
-            self._by_text += len(self._limits.speed_perturbation)
-            self._add(name, position, seconds, prompt, _estimate(text), self._prompt_tokens)
+        """Check a text as in training and count its tokens, or estimate them."""
+        is_used = self._limits.text != "ignored" and bool(text.strip())
+        if self._options.untranscribed and not is_used:
+            self._add(name, position, seconds, prompt, 0, 0)
             return
-        speech = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
-        cut = MonoCut(
-            *(name or origin, 0.0, seconds, 0),
-            supervisions=[speech],
-            custom=custom_fields(prompt, ()),
-        )
-        self._add_cut(name, position, cut, prompt)
-
-    def _add_cut(self, name: str | None, position: _Position, cut: Cut, prompt: Prompt) -> None:
-        """Check a text as in training and count its tokens."""
-        tokens, usable, dropped = check_copies(cut, "", self._limits, self._tokenizer)
-        for drop in dropped:
-            self._drop(drop)
+        lengths, speeds = (_estimate(text), self._prompt_tokens), self._limits.speed_perturbation
+        tokens = None
+        if self._checks_texts:
+            speech = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
+            cut = MonoCut(
+                *(name or origin, 0.0, seconds, 0),
+                supervisions=[speech],
+                custom=custom_fields(prompt, ()),
+            )
+            tokens, usable, dropped = check_copies(cut, "", self._limits, self._tokenizer)
+            for drop in dropped:
+                self._drop(drop)
+            speeds = [speeds[number] for number in usable]
         if tokens is None:
-            self._by_text += len(usable)
-            lengths = _estimate(text_of(cut)), self._prompt_tokens
+            self._by_text += len(speeds)
         else:
             lengths = len(tokens.text), len(tokens.prompt)
-        speeds = [self._limits.speed_perturbation[number] for number in usable]
-        self._add(name, position, cut.duration, prompt, *lengths, speeds)
+        self._add(name, position, seconds, prompt, *lengths, speeds)
 
 
 def _estimate(text: str) -> int:
@@ -370,40 +345,30 @@ def _supervised(row: ManifestRow) -> ManifestRow:
     return replace(row, values=fields)
 
 
-@dataclass(frozen=True, slots=True)
-class _TableRow:
-    line: int
-    name: str | None
-    seconds: float
-    tokens: int | None
+def _read_table(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[ManifestRow]:
+    """Read durations in seconds, one a line, or a table separated by tabs or commas.
 
-
-def _read_durations(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_TableRow]:
-    """Read durations in seconds, one a line; ``#`` begins a comment."""
-    for line, text in lines:
-        value = text.split("#")[0].strip()
-        if value:
-            yield _TableRow(line, None, _seconds(value, f"{path}:{line}", "the line"), None)
-
-
-def _read_table(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_TableRow]:
-    """Read a table separated by tabs or commas.
-
-    The header names ``duration_seconds`` or ``duration``, and may name ``id`` and ``num_tokens``
-    or a column that begins with ``n_tokens``, whose cells may be empty.
+    The header of a table names ``duration_seconds`` or ``duration``, and may name ``id`` and
+    ``num_tokens`` or a column that begins with ``n_tokens``, whose cells may be empty. In a list of
+    durations ``#`` begins a comment.
     """
     first, header = next(lines)
+    if header.lstrip().startswith("#") or isinstance(_number(header.split("#")[0]), float):
+        for line, text in chain([(first, header)], lines):
+            if value := text.split("#")[0].strip():
+                values = {"duration": _number(value), "num_tokens": None}
+                yield ManifestRow(values, path, line, f"{path}:{line}")
+        return
     delimiter = "\t" if "\t" in header else ","
     columns = [column.strip() for column in _cells(header, delimiter, f"{path}:{first}")]
-    duration = next((columns.index(name) for name in _DURATION_COLUMNS if name in columns), None)
+    duration = next((name for name in _DURATION_COLUMNS if name in columns), None)
     if duration is None:
         raise ValueError(
             f"{path}:{first}: must be a JSON object, a number of seconds, or a header with "
             f"`duration_seconds` or `duration`, but is {header.strip()[:60]!r}."
         )
-    counts = ("num_tokens", *(name for name in columns if name.startswith("n_tokens")))
-    tokens = next((n for n, name in enumerate(columns) if name in counts), None)
-    identity = columns.index("id") if "id" in columns else None
+    counts = (name for name in columns if name == "num_tokens" or name.startswith("n_tokens"))
+    tokens = next(counts, None)
     for line, text in lines:
         origin = f"{path}:{line}"
         cells = _cells(text, delimiter, origin)
@@ -412,21 +377,21 @@ def _read_table(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[_Table
                 f"{origin}: must have {len(columns)} columns, as the header has, but has "
                 f"{len(cells)}."
             )
-        count = cells[tokens].strip() if tokens is not None else ""
-        yield _TableRow(
-            line,
-            (cells[identity] or None) if identity is not None else None,
-            _seconds(cells[duration].strip(), origin, f"`{columns[duration]}`"),
-            _count(count, origin, columns[tokens]) if tokens is not None and count else None,
-        )
+        row = dict(zip(columns, map(str.strip, cells), strict=True))
+        count = row.get(tokens or "") or None
+        values = {
+            "id": row.get("id"),
+            "duration": _number(row[duration]),
+            "num_tokens": int(count) if count and re.fullmatch("[0-9]{1,18}", count) else count,
+        }
+        yield ManifestRow(values, path, line, origin)
 
 
-def _is_number(text: str) -> bool:
+def _number(text: str) -> float | str:
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return text
 
 
 def _cells(line: str, delimiter: str, origin: str) -> list[str]:
@@ -436,22 +401,6 @@ def _cells(line: str, delimiter: str, origin: str) -> list[str]:
         return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter, quoting=quoting))
     except csv.Error as error:
         raise ValueError(f"{origin}: not a line of a table ({error}).") from error
-
-
-def _count(text: str, origin: str, name: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"{origin}: `{name}` must be an integer from 0 on, but is {text[:60]!r}.")
-    return min(int(text), _MAX_TOKENS) if len(text) < 19 else _MAX_TOKENS
-
-
-def _seconds(text: str, origin: str, name: str) -> float:
-    value = float(text) if _is_number(text) else math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(
-            f"{origin}: {name} must be a finite number of seconds greater than 0, but is "
-            f"{text[:60]!r}."
-        )
-    return value
 
 
 def select(
