@@ -1,7 +1,7 @@
 """One trial: a few training steps in a separate process, which may run out of memory.
 
-``python -m effasr.training.calibration.trial PARENT`` reads a request from standard input, as JSON,
-and writes the measurement to standard output. It ends with the process of id PARENT.
+``python -m effasr.training.calibration.trial PARENT`` reads a pickled request from standard input
+and writes the measurement to standard output, as JSON. It ends with the process of id PARENT.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import resource
 import signal
 import statistics
@@ -23,12 +24,10 @@ from typing import Any
 import torch
 
 from effasr import config as configuration
-from effasr.data.batch import StaticShape
-from effasr.data.features.frame_geometry import Framing
 from effasr.data.worker_processes import signal_at_death_of_parent
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
-from effasr.training.calibration.workload import Clips, Workload, batch_of
+from effasr.training.calibration.workload import Workload, batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
 from effasr.training.step import TrainState, train_step
@@ -47,19 +46,6 @@ class Request:
     # Steps before the timed ones, which allocate moments and choose algorithms
     warmup: int = 1
     most_s: float = math.inf  # Time after which no further step is timed but the second
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        content = json.loads(text)
-        work = content.pop("workload")
-        shape = StaticShape(**work["shape"] | {"framing": Framing(**work["shape"]["framing"])})
-        timed = [[(f, u) for f, u in lengths] for lengths in work["timed"]]
-        extreme = [(f, u) for f, u in work["extreme"]]
-        clips = work["clips"] and Clips(**work["clips"])
-        return cls(**content, workload=Workload(shape, timed, extreme, clips))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +69,7 @@ def main() -> int:
     signal_at_death_of_parent(signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         sys.exit("the process that started this trial has ended")
-    request = Request.from_json(sys.stdin.read())
+    request: Request = pickle.load(sys.stdin.buffer)
     # Libraries may write to standard output, which is reserved for the result.
     out = os.dup(1)
     os.dup2(2, 1)
@@ -203,7 +189,6 @@ def measure(
     process = subprocess.Popen(
         [*_COMMAND, str(os.getpid())],
         env=_environment(os.environ),
-        text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -213,7 +198,7 @@ def measure(
     )
     with process:
         try:
-            out, error = _finish(process, request, time.monotonic() + timeout_s, alive, every_s)
+            output = _finish(process, request, time.monotonic() + timeout_s, alive, every_s)
         except subprocess.TimeoutExpired:
             raise TrialFailed(
                 f"a trial of {request.workload.shape.frame_budget} frames took more than "
@@ -221,17 +206,17 @@ def measure(
             ) from None
         finally:
             process.kill()
-    return _result(process.returncode, out, error)
+    return _result(process.returncode, *(text.decode(errors="replace") for text in output))
 
 
 def _finish(
-    process: subprocess.Popen[str],
+    process: subprocess.Popen[bytes],
     request: Request,
     deadline: float,
     alive: Callable[[], None],
     every_s: float,
-) -> tuple[str, str]:
-    text: str | None = request.to_json()
+) -> tuple[bytes, bytes]:
+    text: bytes | None = pickle.dumps(request)
     while True:
         try:
             return process.communicate(text, timeout=every_s)
