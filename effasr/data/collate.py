@@ -26,6 +26,7 @@ class Example:
     monotonic: bool = True  # see `Batch.monotonic`
     reserved: int = 0  # tokens of a label that a teacher writes; 0 with a text, or for audio alone
     expert: int | None = None  # see `Batch.expert`
+    spoken: list[int] | None = None  # ``text`` without times, for CTC; None if it has none
 
     def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> Example:
         return replace(self, audio=function(self.audio))
@@ -82,7 +83,7 @@ def collate(
         count, audio_rows = shape.max_sequences, shape.audio_rows
         frame_rows, token_rows = shape.frame_budget, shape.token_budget
         longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
-    texts = [(example.text or []) if example.monotonic else [] for example in examples]
+    texts = [(x.spoken or x.text or []) if x.monotonic else [] for x in examples]
     counted = list(map(_count_targets, examples, frame_lengths))
     monotonic = [example.monotonic and example.text is not None for example in examples]
     return Batch(

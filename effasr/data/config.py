@@ -11,7 +11,7 @@ from effasr.checks import check
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
 from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
-from effasr.data.filters.config import FilterConfig, Limits, TextUse
+from effasr.data.filters.config import FilterConfig, Limits, TextUse, Times
 from effasr.data.languages import language_code
 from effasr.data.mixture import MixConfig, leaves
 from effasr.data.sampling.bucket_table import BucketTable
@@ -40,6 +40,11 @@ class DataConfig:
             have no tokens, and are planned by their frames alone (``model.best_rq``).
         text_column: Field or column of the text in JSON lines, tables, tar files and datasets; by
             default one of the usual names, such as ``text`` and ``sentence``.
+        timestamps: Times that the decoder writes around each of the words or segments, where data
+            have them, as canary-1b-flash (``<|0|> word <|7|>``) and Whisper do (``<|0.00|> words
+            <|1.20|>``); the prompt asks for them. A text with times of words alone is a segment.
+        timestamp_share: The share of the utterances with times that are trained with them; others
+            have the prompt of a text without, so that both stay trained.
         label_tokens_per_second: With text ``optional``, tokens that are reserved for each second of
             an utterance without text; by default a quarter more than any transcript has.
         language: The language of utterances that name none; in validation, it is what the model is
@@ -101,6 +106,8 @@ class DataConfig:
     audio_augmentation: AudioAugmentationConfig = field(default_factory=AudioAugmentationConfig)
     text: TextUse = "required"
     text_column: str | None = None
+    timestamps: Times = "none"
+    timestamp_share: float = 0.5
     label_tokens_per_second: float | None = None
     language: str = "en"
     strategy: Strategy = "packed"
@@ -143,6 +150,8 @@ class DataConfig:
             rule, is_valid = "be at least 1", value in (None, "auto") or value >= 1
             check(is_valid, name, rule, value, "leave it out to derive it")
         check(self.workers >= 0, "workers", "be at least 0", self.workers)
+        rule, share = "be greater than 0 and at most 1", self.timestamp_share
+        check(0 < share <= 1, "timestamp_share", rule, share, "timestamps=none trains without")
         rule = "be 'raise' or 'skip'"
         check(self.on_bad_audio in ("raise", "skip"), "on_bad_audio", rule, repr(self.on_bad_audio))
         self._check_text_share()
@@ -300,4 +309,6 @@ class DataConfig:
             framing=framing,
             text=self.text,
             text_column=self.text_column,
+            timestamps=self.timestamps,
+            timestamp_share=self.timestamp_share,
         )

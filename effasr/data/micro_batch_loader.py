@@ -18,6 +18,7 @@ from effasr.data.collate import Example, TextExample
 from effasr.data.config import DataConfig
 from effasr.data.conversation.collate import ConversationExample
 from effasr.data.conversation.corpus import ConversationCorpus
+from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
 from effasr.data.index.text_corpus import TextCorpus
@@ -135,14 +136,19 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
         silence = self._corpus.silence(index)
         if isinstance(example, TextExample) or not (self._augmenter or silence):
             return example
+        delay = 0
 
         def augment(audio: np.ndarray) -> np.ndarray:
             moment = Moment(ref.epoch, ref.step, index)
-            augmented, unreadable = self._augmenter(audio, moment, silence)
+            nonlocal delay
+            augmented, delay, unreadable = self._augmenter(audio, moment, silence)
             skipped.extend(unreadable)
             return augmented
 
-        return example.map_audio(augment)
+        augmented = example.map_audio(augment)
+        if delay and isinstance(augmented, Example) and isinstance(self._corpus, Corpus):
+            return self._corpus.timed(augmented, index, delay / SAMPLE_RATE)
+        return augmented
 
     def _dropped(self, index: int, error: AudioError) -> Dropped:
         corpus = self._corpus

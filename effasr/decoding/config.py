@@ -120,9 +120,9 @@ class DecodingConfig:
             search.
         words: Find when each word is said. None to do so only where it is possible, as subtitles
             do: not in translations, nor in answers of a language model.
-        timestamps: Divide the text into segments by Whisper's tokens of times such as <|2.40|>.
-            With ``words``, a segment has the times of its words. See
-            `effasr.decoding.timestamps.TimestampRules`.
+        timestamps: Divide the text into segments by Whisper's tokens of times such as <|2.40|>;
+            words have the times that a Canary writes (<|30|>). With ``words``, a segment has the
+            times of its words. See `effasr.decoding.timestamps.TimestampRules`.
         long_form: Decode recordings in chunks between pauses (chunked, the default), or as Whisper
             does: in windows that begin where the last time in the text of the one before is
             (sequential). Segments have ``timestamps`` then. A text that repeats itself or is

@@ -177,9 +177,9 @@ def _attention(
         return attention_greedy(model, encoded, prompts, limits, eos_id, classes)
     rules = None
     if config.has_times:
-        rules, classes = timestamp_rules(model, tokenizer), model.vocab_size
-        # Without the token for none, times are written.
-        prompts = [[t for t in prompt if t != rules.tokens.without] for prompt in prompts]
+        rules = timestamp_rules(model, tokenizer)
+        classes = model.vocab_size if rules.tokens.marker is None else classes
+        prompts = [rules.tokens.prompt(prompt) for prompt in prompts]
     return attention_beam(
         model,
         encoded,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effasr.data.tokenizer import TimestampTokens, Tokenizer, WhisperTokenizer
+from effasr.data.tokenizer import TimestampTokens, Tokenizer
 from effasr.decoding.decoded import Decoded, TimedPart
 from effasr.decoding.suppression import FORBIDDEN
 from effasr.model.asr import ASRModel
@@ -17,6 +17,8 @@ from effasr.model.asr import ASRModel
 @dataclass(frozen=True, slots=True)
 class TimestampRules:
     """Rules of https://github.com/openai/whisper (decoding.py, `ApplyTimestampRules`).
+
+    A Canary has none: its times are of words.
 
     A text begins with a timestamp, of at most ``latest_initial``. Timestamps come in pairs, the end
     of a part and the beginning of the next, except before the end of the text, and never decrease;
@@ -31,6 +33,8 @@ class TimestampRules:
     def applied(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return logits, float32 (N, V), after labels (N, steps); -1 is no label."""
         stamps, end = self.tokens, logits.shape[1]
+        if stamps.marker is not None:
+            return logits
         numbers = torch.arange(end, device=logits.device)
         said = labels >= 0
         count = said.sum(1)
@@ -54,18 +58,18 @@ class TimestampRules:
 
 
 def timestamp_rules(model: ASRModel, tokenizer: Tokenizer) -> TimestampRules:
-    stamps = tokenizer.timestamps if isinstance(tokenizer, WhisperTokenizer) else None
+    stamps = tokenizer.timestamps
     if stamps is None or model.config.decoder is None or model.vocab_size <= stamps.first:
         raise ValueError(
             "`timestamps` must be false, and `long_form` chunked, for a model that has no tokens "
-            "of times such as <|0.00|>: `--words` finds the times of words with any model."
+            "of times such as <|0.00|> or <|0|>: `--words` finds the times of words with any model."
         )
     return TimestampRules(stamps, tokenizer.eos_id, model.config.decoder.max_initial_timestamp)
 
 
 def with_parts_of_time(result: Decoded, stamps: TimestampTokens) -> Decoded:
     """Return a text without its timestamps, and the parts that they divide it into."""
-    is_stamp = [token >= stamps.first for token in result.tokens]
+    is_stamp = list(map(stamps.is_time, result.tokens))
     begins = [n + 1 for n in range(len(is_stamp) - 1) if is_stamp[n] and is_stamp[n + 1]]
     text: list[int] = []
     parts: list[TimedPart] = []
@@ -73,7 +77,7 @@ def with_parts_of_time(result: Decoded, stamps: TimestampTokens) -> Decoded:
         tokens, place = result.tokens[first:last], len(text)
         if not tokens:
             continue
-        text += [token for token in tokens if token < stamps.first]
+        text += stamps.plain(tokens)
         start = stamps.seconds_of(tokens[0]) if is_stamp[first] else 0.0
         ends = len(tokens) > 1 and is_stamp[last - 1]
         end = stamps.seconds_of(result.tokens[last - 1]) if ends else None
@@ -83,4 +87,4 @@ def with_parts_of_time(result: Decoded, stamps: TimestampTokens) -> Decoded:
 
 def without_context(prompt: Sequence[int], stamps: TimestampTokens) -> list[int]:
     """Return a prompt without the earlier text that it may begin with."""
-    return list(prompt[prompt.index(stamps.start) :])
+    return list(prompt[0 if stamps.previous is None else prompt.index(stamps.start) :])

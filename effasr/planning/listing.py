@@ -34,7 +34,7 @@ from effasr.data.filters.rules import (
 from effasr.data.index.base_corpus import nothing_left
 from effasr.data.index.selection import Selection, Selector, UtteranceColumns
 from effasr.data.index.utterance_table import number_languages
-from effasr.data.manifest import nemo
+from effasr.data.manifest import cuts, nemo
 from effasr.data.manifest.cuts import prompt_of, prompt_values
 from effasr.data.manifest.lines import numbered_lines
 from effasr.data.manifest.reader import file_of_lines, named
@@ -240,8 +240,9 @@ class _Reader:
                 "audio file (`audio_filepath`).",
                 "duration",
             )
-        if seconds is None:
-            utterance = nemo.FORMAT.parse(row, self._options)
+        if seconds is None or self._limits.timestamps != "none":
+            parse = cuts.parse if "supervisions" in row.values else nemo.FORMAT.parse
+            utterance = parse(row, self._options)
             self._add_utterance(utterance.id, position, utterance)
             return
         name, count = row.optional_string("id"), _num_tokens(row)
@@ -267,7 +268,8 @@ class _Reader:
 
     def _add_utterance(self, name: str, position: _Position, utterance: Utterance) -> None:
         """Add an utterance of a manifest."""
-        if isinstance(utterance, FileUtterance) and utterance.duration is not None:
+        plain = self._limits.timestamps == "none"
+        if plain and isinstance(utterance, FileUtterance) and utterance.duration is not None:
             lengths, prompt, origin = utterance.duration, utterance.prompt, utterance.origin
             self._add_text(name, position, lengths, utterance.text, prompt, origin)
             return

@@ -65,7 +65,7 @@ from effasr.transcription.results import (
 from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass
 from effasr.transcription.sequential import SequentialBatches, windows
-from effasr.transcription.word_timestamps import Word, count_words, word_timestamps
+from effasr.transcription.word_timestamps import Word, split_text, word_timestamps, words_of_parts
 
 _WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length
 
@@ -98,8 +98,8 @@ class Recognizer:
         self._detectors = Detectors(config.vad, self.sample_rate)
         self.vad = self._detectors.name
         self.method = check_config(model, self.config)
-        if self.config.has_times:
-            timestamp_rules(model, tokenizer)
+        stamps = timestamp_rules(model, tokenizer).tokens if self.config.has_times else None
+        self._times_words = stamps is not None and stamps.marker is not None
         # The confidence decides with `no_speech` and `fallback_confidence`, too.
         limits = self.config.no_speech, self.config.fallback_confidence
         judged = self.config.confidence or limits != (None, None)
@@ -541,9 +541,9 @@ class Recognizer:
         begin, until = piece.chunk.start / rate, piece.chunk.end / rate
         spaces, count = request.prompt.target not in WITHOUT_SPACES, 0
         segments: list[Segment] = []
-        for part in result.parts if piece.text else ():
+        for part in result.parts if piece.text and not self._times_words else ():
             text = self._text(result.tokens[part.first : part.last])
-            first, count = count, count + count_words(text, spaces)
+            first, count = count, count + len(split_text(text, spaces))
             if not text:
                 continue
             words = piece.words and piece.words[first:count]
@@ -575,6 +575,14 @@ class Recognizer:
     def _words(self, piece: Piece, result: Decoded) -> tuple[Word, ...] | None:
         if not piece.recording.request.prompt.monotonic:
             return ()
+        offset, until = piece.chunk.start / self.sample_rate, piece.chunk.end / self.sample_rate
+        spaces = piece.recording.request.prompt.target not in WITHOUT_SPACES
+        if self._times_words and result.parts:
+            parts = [
+                (split_text(self._text(result.tokens[x.first : x.last]), spaces), x.start, x.end)
+                for x in result.parts
+            ]
+            return tuple(words_of_parts(parts, offset, until))
         if result.spans is None:
             return None if self.config.wants_words else ()
         # The number of frames is rounded up, so the last frame may extend beyond the audio.
@@ -584,9 +592,9 @@ class Recognizer:
             self.tokenizer.decode,
             frame_seconds=self._frame_samples / self.sample_rate,
             speech=is_speech(loudness(piece.audio, self.sample_rate)),
-            offset=piece.chunk.start / self.sample_rate,
-            until=piece.chunk.end / self.sample_rate,
-            spaces=piece.recording.request.prompt.target not in WITHOUT_SPACES,
+            offset=offset,
+            until=until,
+            spaces=spaces,
             cuts=[part.first for part in result.parts],
         )
         return tuple(words)

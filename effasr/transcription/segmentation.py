@@ -161,6 +161,10 @@ class Segmenter:
                 "confidence": _confidence(part, heard, alignment, self._costs),
                 "truncated": False,
             }
+            if part.words and all(word.is_heard for word in part.words):
+                times = np.clip([(x.start, x.end) for x in part.words], part.start, part.end)
+                spans = zip(part.words, (times - part.start).round(3).tolist(), strict=True)
+                row["words"] = [{"word": x.text, "start": a, "end": b} for x, (a, b) in spans]
             if source.channel is not None:
                 row["channel"] = source.channel
             if not part.words:

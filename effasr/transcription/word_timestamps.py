@@ -56,10 +56,18 @@ def word_timestamps(
     """
     spans = _without_marks(tokens, spans, decode)
     groups = word_groups(tokens, spans, decode, spaces, cuts)
-    words: list[Word] = []
     placed = group_times(groups, speech, frame_seconds)
-    for group, (start, end) in zip(groups, placed, strict=True):
-        words += divided(group.texts, offset + start, offset + end)
+    parts = [(group.texts, *times) for group, times in zip(groups, placed, strict=True)]
+    return words_of_parts(parts, offset, until)
+
+
+def words_of_parts(
+    parts: Sequence[tuple[Sequence[str], float, float | None]], offset: float, until: float
+) -> list[Word]:
+    """Return words in order, without overlap; those of a part share its time after ``offset``."""
+    words: list[Word] = []
+    for texts, start, end in parts:
+        words += divided(texts, offset + start, until if end is None else offset + end)
     least = min(HOP_SECONDS, 0.999 * (until - offset) / max(1, len(words)))
     times = in_order([(word.start, word.end) for word in words], offset, until, least)
     return [Word(word.text, *time) for word, time in zip(words, times, strict=True)]
@@ -151,11 +159,11 @@ def word_groups(
         parts = [(tokens[a:b], spans[a:b]) for a, b in bounds]
         return [group for part in parts for group in word_groups(*part, decode, spaces)]
     groups: list[WordGroup] = []
-    pieces, begun = _pieces(decode(list(tokens)), spaces), 0
+    pieces, begun = split_text(decode(list(tokens)), spaces), 0
     for index, (first, last) in enumerate(spans):
         # The number of decoded words shows to which one the token belongs: tokenizers mark words
         # in different ways, but all of them decode to spaces.
-        count = min(len(_pieces(decode(list(tokens[: index + 1])), spaces)), len(pieces))
+        count = min(len(split_text(decode(list(tokens[: index + 1])), spaces)), len(pieces))
         if count > begun:
             groups.append(WordGroup(pieces[begun:count], first, last))
             begun = count
@@ -208,9 +216,5 @@ def _pause(speech: np.ndarray, earliest: float, latest: float) -> float:
     return latest
 
 
-def count_words(text: str, spaces: bool) -> int:
-    return len(_pieces(text, spaces))
-
-
-def _pieces(text: str, spaces: bool) -> list[str]:
+def split_text(text: str, spaces: bool) -> list[str]:
     return text.split() if spaces else split_words(text)

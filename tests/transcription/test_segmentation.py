@@ -118,6 +118,10 @@ def test_ends_are_those_of_the_sentences(segment, text, options, reasons) -> Non
         assert row["offset"] + row["duration"] == pytest.approx(end + 0.1, abs=0.06)
     if text == text_of():
         assert " ".join(row["text"] for row in kept) == text
+    for row in kept if text == text_of() else ():
+        times = [0, *(x for word in row["words"] for x in (word["start"], word["end"]))]
+        assert " ".join(word["word"] for word in row["words"]) == row["text"]
+        assert [*times, row["duration"]] == sorted([*times, row["duration"]])
 
 
 def test_scores_tell_right_from_wrong(segment) -> None:

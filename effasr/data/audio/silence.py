@@ -63,8 +63,10 @@ def draw_silence(config: SilencePaddingConfig, room: np.ndarray) -> np.ndarray:
     return np.where(is_padded, np.clip(samples, 0, np.maximum(room, 0)), 0).astype(np.int32)
 
 
-def with_silence(audio: np.ndarray, samples: int, generator: np.random.Generator) -> np.ndarray:
-    """Return audio, float32 (n,), with so many samples of silence at its ends: (n + samples,)."""
+def with_silence(
+    audio: np.ndarray, samples: int, generator: np.random.Generator
+) -> tuple[np.ndarray, int]:
+    """Return audio, float32 (n,), with so many samples of silence at its ends, and those before."""
     before = int(generator.integers(samples + 1))
     silence = np.zeros(samples, np.float32)
     if generator.random() >= _ZEROS and len(audio):
@@ -74,4 +76,4 @@ def with_silence(audio: np.ndarray, samples: int, generator: np.random.Generator
         noise = np.fft.irfft(spectrum, samples)
         power = 10 ** ((float(loudness(audio, SAMPLE_RATE).max()) - below) / 10)
         silence = (noise * np.sqrt(power / max(np.mean(noise**2), 1e-30))).astype(np.float32)
-    return np.concatenate([silence[:before], audio, silence[before:]])
+    return np.concatenate([silence[:before], audio, silence[before:]]), before

@@ -81,7 +81,7 @@ def _check(config: DataConfig) -> None:
     check(share is None, "data.text_share", "be null for conversations", share, remedy)
     filters = [f"filters.{field.name}" for field in fields(FilterConfig)]
     filters.remove("filters.max_dropped")
-    names = "strategy", "speed_perturbation", "silence_padding", *filters
+    names = "strategy", "speed_perturbation", "silence_padding", "timestamps", *filters
     config.check_defaults(names, "for conversations")
 
 

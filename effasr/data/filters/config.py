@@ -13,6 +13,9 @@ from effasr.checks import check
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.untrusted.display import utf8
 
+Times = Literal["none", "words", "segments"]
+"""Times that a decoder learns to write: see `effasr.data.config.DataConfig.timestamps`."""
+
 TextUse = Literal["required", "optional", "ignored"]
 """Use of transcripts: see `effasr.data.config.DataConfig.text`."""
 
@@ -39,6 +42,8 @@ class Limits:
     framing: Framing = FASTCONFORMER
     text: TextUse = "required"
     text_column: str | None = None  # field of a row that is its text; None for the usual names
+    timestamps: Times = "none"
+    timestamp_share: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 < self.min_duration <= self.max_duration:
@@ -109,8 +114,6 @@ class FilterConfig:
         rule = "be a share from 0 to 1"
         remedy = "1 allows everything"
         check(0 <= self.max_dropped <= 1, "max_dropped", rule, self.max_dropped, remedy)
-        rule = "be a share from 0 to 1"
-        remedy = "1 allows everything"
         check(0 <= self.max_unknown <= 1, "max_unknown", rule, self.max_unknown, remedy)
         if self.characters is not None:
             try:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from effasr.data.audio.audio_file import LOSSY_TOLERANCE
 from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import samples_in
 from effasr.data.features.frame_geometry import Framing
@@ -41,6 +43,7 @@ class Reason(enum.StrEnum):
     MESSAGE = "malformed_message"
     ROLES = "wrong_roles"
     CHAT_TEMPLATE = "chat_template"
+    TIMES = "unusable_times"
 
 
 class RejectedUtterance(ValueError):
@@ -161,18 +164,56 @@ class TokenizedText:
     text: list[int]  # without the end token
     monotonic: bool  # whether the text follows the speech in order
     unknown: int  # ids of ``text`` that stand for what the vocabulary cannot spell
+    times: tuple[float, ...] = ()  # seconds, of the tokens of times in ``text``, at speed 1
 
 
 UNTRANSCRIBED = TokenizedText([], [], monotonic=True, unknown=0)
 """Placeholder for an utterance without a transcript."""
 
 
-def tokenize(cut: Cut, tokenizer: Tokenizer) -> TokenizedText:
+def tokenize(cut: Cut, tokenizer: Tokenizer, limits: Limits | None = None) -> TokenizedText:
     """Return token ids of a cut's prompt and text; raises UnknownLanguageError."""
     prompt = prompt_of(cut)
     ids = tokenizer.prompt(prompt)
+    stamps = tokenizer.timestamps if limits is not None and prompt.monotonic else None
+    parts = [] if limits is None or stamps is None else _timed_texts(cut, limits)
+    if parts and stamps is not None:
+        texts = [tokenizer.encode(text, prompt.target) for text, _, _ in parts]
+        # Which token of a time it is depends on the speed and on silence, which training draws.
+        text = [token for part in texts for token in (stamps.first, *part, stamps.first)]
+        times = np.array([ends for _, *ends in parts]).ravel().clip(0, cut.duration)
+        ends = tuple(np.maximum.accumulate(times).tolist())
+        unknown = tokenizer.count_unknown(text)
+        return TokenizedText(stamps.prompt(ids), text, True, unknown, times=ends)
     text = tokenizer.encode(text_of(cut), prompt.target)
     return TokenizedText(ids, text, prompt.monotonic, tokenizer.count_unknown(text))
+
+
+def _timed_texts(cut: Cut, limits: Limits) -> list[tuple[str, float, float]]:
+    """Return the parts of a text that get times; none of an utterance that is trained without."""
+    alignment = cut.supervisions[0].alignment or {}
+    by_word = [item for item in alignment.get("word", ()) if item.symbol.strip()]
+    items = by_word if limits.timestamps == "words" else alignment.get("segment") or by_word
+    drawn = zlib.crc32(cut.id.encode("utf-8", "surrogateescape")) / 2**32
+    if limits.timestamps == "none" or not items or drawn >= limits.timestamp_share:
+        return []
+    times = [(item.start - cut.start, item.end - cut.start) for item in items]
+    begin, end = times[0][0], times[-1][1]
+    is_within = begin >= -LOSSY_TOLERANCE and end <= cut.duration + LOSSY_TOLERANCE
+    if not is_within or times != sorted(times):
+        details = f"times from {begin:.2f} to {end:.2f} s must be in order and within the utterance"
+        raise RejectedUtterance(Reason.TIMES, details)
+    symbols, text = [item.symbol for item in items], text_of(cut)
+    if "".join("".join(symbols).split()) != "".join(text.split()):
+        # Aligners change words, such as to lower case, but not their number.
+        words, counts = iter(text.split()), [len(symbol.split()) for symbol in symbols]
+        if sum(counts) != len(text.split()):
+            details = f"{sum(counts)} words have times, of a text of {len(text.split())} words"
+            raise RejectedUtterance(Reason.TIMES, details)
+        symbols = [" ".join(islice(words, count)) for count in counts]
+    if limits.timestamps == "segments" and items is by_word:
+        return [(text, begin, end)]
+    return [(symbol, *ends) for symbol, ends in zip(symbols, times, strict=True)]
 
 
 def text_of(cut: Cut) -> str:
@@ -215,12 +256,18 @@ def check(
     if tokenizer is None:
         return None
     try:
-        tokens = tokens or tokenize(cut, tokenizer)
+        tokens = tokens or tokenize(cut, tokenizer, limits)
     except UnknownLanguageError as error:
         raise RejectedUtterance(Reason.UNKNOWN_LANGUAGE, str(error)) from error
     require_spelling(tokens, tokenizer, text)
-    lengths.text, lengths.prompt = len(tokens.text), len(tokens.prompt)
-    lengths.ctc_frames, lengths.monotonic = frames_for_ctc(tokens.text), tokens.monotonic
+    spoken, stamps = tokens.text, tokenizer.timestamps
+    if tokens.times and stamps is not None:
+        spoken, latest = stamps.plain(tokens.text), tokens.times[-1] / speed
+        if latest > stamps.last_seconds:
+            details = f"a time is {latest:.2f} s, after the last token, {stamps.last_seconds:g} s"
+            raise RejectedUtterance(Reason.TIMES, details)
+    lengths.text, lengths.prompt = len(spoken), len(tokens.prompt) + len(tokens.times)
+    lengths.ctc_frames, lengths.monotonic = frames_for_ctc(spoken), tokens.monotonic
     require(TOKEN_RULES, lengths, limits)
     return tokens
 

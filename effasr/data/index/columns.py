@@ -59,7 +59,7 @@ class RaggedBuilder:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def append(self, values: bytes | Iterable[int]) -> None:
+    def append(self, values: bytes | Iterable[int | float]) -> None:
         before = len(self._values)
         if isinstance(values, bytes):
             self._values.frombytes(values)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from lhotse.cut import Cut
 
+from effasr.checks import check
 from effasr.data.audio.speed_perturbation import load_at, name_at
 from effasr.data.audio.waveform import AudioError, AudioSegment
 from effasr.data.batch import Batch, StaticShape
@@ -25,7 +26,7 @@ from effasr.data.index.index_reader import Reader, build_table
 from effasr.data.index.selection import Selection, Selector
 from effasr.data.index.utterance_table import UtteranceTable
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import Tokenizer
+from effasr.data.tokenizer import TimestampTokens, Tokenizer
 
 if TYPE_CHECKING:
     from effasr.data.index.text_corpus import TextCorpus
@@ -40,6 +41,8 @@ class Corpus(BaseCorpus):
 
     _audio: AudioColumns
     _tokens: Ragged
+    _times: Ragged
+    _stamps: TimestampTokens | None
     _speakers: np.ndarray
     _rows: np.ndarray  # of the columns above
     _speeds: np.ndarray  # number of each utterance's speed in ``_all_speeds``
@@ -87,6 +90,12 @@ class Corpus(BaseCorpus):
         )
         if not selector.is_kept.any():
             raise nothing_left(paths, "no utterance can be trained on", selector.dropped)
+        stamps, rule = tokenizer.timestamps, "be none where the tokenizer or the data have no times"
+        listed = stamps is not None and stamps.first + stamps.count <= tokenizer.vocab_size
+        has_times = listed and not transducer and len(table.times.values) > 0
+        remedy = "fine-tune a Whisper, or a Canary with tokens such as <|0|>, on data with times"
+        is_valid = config.timestamps == "none" or has_times
+        check(is_valid, "data.timestamps", rule, config.timestamps, remedy)
         prompt_counts = np.bincount(table.prompt_ids[selector.is_kept])
         selection = selector.select(transducer=transducer)
         utterances = len(table) + len(table.dropped)
@@ -112,6 +121,8 @@ class Corpus(BaseCorpus):
             extra += [np.array(speeds), table.speeds[selected]]
         if selection.silence is not None:
             extra.append(selection.silence)
+        if config.timestamps != "none":
+            extra += table.times.blocks(rows)
         monotonic = np.array([prompt.monotonic for prompt in table.prompts])
         return cls(
             lengths=lengths,
@@ -127,6 +138,8 @@ class Corpus(BaseCorpus):
             pad_id=tokenizer.pad_id,
             _audio=table.audio,
             _tokens=table.tokens,
+            _times=table.times,
+            _stamps=tokenizer.timestamps,
             _speakers=table.speakers,
             _rows=rows,
             _speeds=table.speeds[selected],
@@ -224,7 +237,8 @@ class Corpus(BaseCorpus):
             chosen = chosen[np.arange(limit) * len(chosen) // limit]
         for index in chosen.tolist():
             tokens = self._tokens[self._rows[index]][self._prompt_lengths[index] :]
-            yield int(self.lengths.frames[index]), tokens
+            spoken = tokens if self._stamps is None else self._stamps.plain(tokens.tolist())
+            yield int(self.lengths.frames[index]), np.array(spoken, dtype=tokens.dtype)
 
     def silence(self, index: int) -> int:
         return 0 if self._silence is None else int(self._silence[index])
@@ -242,4 +256,13 @@ class Corpus(BaseCorpus):
             return Example(name, audio, [], None, reserved=room, expert=expert)
         split = int(self._prompt_lengths[index])
         follows = bool(self._monotonic[index])
-        return Example(name, audio, tokens[:split], tokens[split:], follows, expert=expert)
+        example = Example(name, audio, tokens[:split], tokens[split:], follows, expert=expert)
+        return self.timed(example, index)
+
+    def timed(self, example: Example, index: int, delay: float = 0.0) -> Example:
+        """Return an utterance with the times at its speed, after so many seconds of silence."""
+        times = self._times[self._rows[index]]
+        if not len(times) or self._stamps is None or example.text is None:
+            return example
+        text = self._stamps.timed(example.text, (times / self.speed(index) + delay).tolist())
+        return replace(example, text=text, spoken=self._stamps.plain(text))

@@ -39,7 +39,7 @@ class UtteranceColumns:
     seconds: np.ndarray  # float64 (n,)
     frames: np.ndarray  # int32 (n,), of the encoder
     tokens: np.ndarray  # int32 (n,), of prompt and text
-    prompt: np.ndarray  # int32 (n,), tokens of the prompt; all tokens of an utterance without text
+    prompt: np.ndarray  # int32 (n,), tokens of prompt and times; all of an utterance without text
     sources: np.ndarray  # int (n,)
     languages: Callable[[], np.ndarray]  # int (n,), number of the language of each text
     identify: Callable[[int], tuple[str, str]]  # name and audio of an utterance, for messages

@@ -111,8 +111,9 @@ class TextCorpus(BaseCorpus):
         ``config.frame_budget`` is the text encoder's tokens of a micro-batch,
         ``config.token_budget`` the decoder's, by default what fills at the same time.
         """
+        names = "speed_perturbation", "silence_padding", "audio_augmentation", "filters", "text"
         config.check_defaults(
-            ("speed_perturbation", "silence_padding", "audio_augmentation", "filters", "text"),
+            (*names, "timestamps"),
             "where `data.text_share` is 1, because text pairs have no audio",
         )
         corpus = cls.load(

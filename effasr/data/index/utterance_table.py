@@ -32,6 +32,7 @@ class UtteranceTable:
     # Of each manifest line:
     audio: AudioColumns
     tokens: Ragged  # int32, of prompt and text
+    times: Ragged  # float32, seconds of the tokens of times among them, at speed 1
     speakers: np.ndarray  # int32, numbers of speakers; -1 where the speaker is unknown
     # Of each utterance, several of which may share a line at different speeds:
     rows: np.ndarray  # int32 (n,), its line
@@ -56,11 +57,13 @@ class UtteranceTable:
             name = name_at(self.audio.name(row), speeds[self.speeds[index]])
             return name, audio_of(self.audio[row])
 
+        # Tokens of times are no text, of which each second has about as much.
+        times = self.times.lengths[self.rows].astype(np.int32)
         return UtteranceColumns(
             self.durations,
             self.frames,
             self.token_lengths,
-            self.prompt_lengths,
+            self.prompt_lengths + times,
             self.sources,
             lambda: number_languages(self.prompts)[self.prompt_ids],
             identify,
@@ -86,6 +89,7 @@ class IndexBuilder:
 
     def __init__(self) -> None:
         self.audio, self.tokens = AudioColumnsBuilder(), RaggedBuilder("i")
+        self.times = RaggedBuilder("f")
         self.columns = {name: array(code) for name, code in _TYPECODES.items()}
         self.dropped: list[Dropped] = []
         self.prompts: dict[Prompt, int] = {}
@@ -113,6 +117,7 @@ class IndexBuilder:
         assert tokens is not None
         self.audio.append(cut)
         self.tokens.append(tokens.prompt + tokens.text)
+        self.times.append(tokens.times)
         self.columns["speakers"].append(self._speaker_id(cut.supervisions[0].speaker))
         prompt_id = self.prompts.setdefault(prompt_of(cut), len(self.prompts))
         count, speeds = len(usable), [limits.speed_perturbation[number] for number in usable]
@@ -155,6 +160,7 @@ class IndexBuilder:
         self.dropped += other.dropped
         self.audio.extend(other.audio)
         self.tokens.extend(other.tokens)
+        self.times.extend(other.times)
 
     def table(self) -> UtteranceTable:
         """Return the table, which shares the memory of this builder; nothing can be added to it."""
@@ -163,6 +169,7 @@ class IndexBuilder:
             **columns | {"opened": columns["opened"].view(np.bool_)},
             audio=self.audio.build(),
             tokens=self.tokens.build(),
+            times=self.times.build(),
             dropped=tuple(self.dropped),
             prompts=tuple(self.prompts),
         )

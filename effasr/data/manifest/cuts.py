@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lhotse.utils import fastcopy
 from effasr.data.audio.cut_sources import recordings
 from effasr.data.audio.waveform import AudioSegment
 from effasr.data.manifest.row import READ, ManifestRow, absolute
+from effasr.data.manifest.times import shifted, with_times
 from effasr.data.manifest.utterance import CutUtterance, LineFormat, ReadOptions, custom_fields
 from effasr.data.prompt import Prompt
 from effasr.untrusted.remote import is_url
@@ -224,6 +226,9 @@ def _check_values(cut: Cut) -> None:
         if not isinstance(supervision.speaker, str | int | None):
             value_text = repr(supervision.speaker)[:60]
             raise ValueError(f"`speaker` of a supervision must be text, but is {value_text}")
+        for item in chain.from_iterable((supervision.alignment or {}).values()):
+            if not isinstance(item.symbol, str) or not 0 <= item.start <= item.end < _MAX_NUMBER:
+                raise ValueError(f"`alignment` must have texts and times, but has {str(item)[:60]}")
 
 
 def _supervise(cut: Cut) -> None:
@@ -263,6 +268,8 @@ def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> None:
     values = prompt_values(cut.custom, supervision.language)
     fields = ManifestRow(values, row.path, row.line, row.origin)
     prompt = fields.prompt(default)
-    supervision.language, supervision.text = prompt.source, supervision.text.strip()
+    supervision.language = prompt.source
+    supervision.text, alignment = with_times(row, supervision.text.strip())
+    supervision.alignment = shifted(alignment, cut.start) or supervision.alignment
     cut.custom = {**(cut.custom or {}), **custom_fields(prompt, fields.stated())}
     make_absolute(cut, row.path.parent)

@@ -9,6 +9,7 @@ from typing import Any
 
 from effasr.data.audio.embedded import Embedded
 from effasr.data.manifest.row import AUDIO, END, IDS, READ, SPEAKER, START, TEXT, ManifestRow
+from effasr.data.manifest.times import with_times
 from effasr.data.manifest.utterance import FileUtterance, LineFormat, ReadOptions
 
 
@@ -22,14 +23,16 @@ def parse(row: ManifestRow, options: ReadOptions) -> FileUtterance:
     audio = row.audio(row.first(AUDIO))
     name = row.name(IDS)
     offset, duration = row.span()
+    field = options.text_column or row.first(TEXT)
+    text = row.transcript(field, untranscribed=options.untranscribed)
+    text, alignment = with_times(row, text)
     return FileUtterance(
         id=name or Path(audio).stem,
         named=name is not None,
         origin=row.origin,
         audio=audio,
-        text=row.transcript(
-            options.text_column or row.first(TEXT), untranscribed=options.untranscribed
-        ),
+        text=text,
+        alignment=alignment,
         prompt=row.prompt(options.default),
         stated=frozenset(row.stated()),
         offset=offset,

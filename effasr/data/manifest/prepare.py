@@ -268,7 +268,10 @@ def _check(
         part = AudioSegment.of(cut)
         duration = cut.duration
         if clean is not None:
-            cut.supervisions[0].text = clean(text_of(cut))
+            supervision = cut.supervisions[0]
+            supervision.text = clean(text_of(cut))
+            for items in (supervision.alignment or {}).values():
+                items[:] = [item._replace(symbol=clean(item.symbol)) for item in items]
         tokens = check(cut, limits, tokenizer)
         silence = audio.check(cut, part)
     except (AudioError, RejectedUtterance) as error:

@@ -50,12 +50,13 @@ END = ("end", "end_time", "stop", "end_sec", "segment_end", "end_ms")
 IDS = ("id", "utt_id", "utterance_id")
 SPEAKER = ("speaker", "speaker_id", "client_id")
 LANGUAGES = ("lang", "language", "locale")
+WORDS, SEGMENTS = ("words", "timestamps_word"), ("segments", "timestamps_segment")
 """Names of fields; the first that a row has is read."""
 
 READ = frozenset(
     (
         *(*AUDIO, *TEXT, *START, *END, *IDS, *SPEAKER, *LANGUAGES, "duration", "channel", "pnc"),
-        *("source_lang", "target_lang", "task", "taskname"),
+        *(*WORDS, *SEGMENTS, "source_lang", "target_lang", "task", "taskname"),
     )
 )
 

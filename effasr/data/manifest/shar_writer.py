@@ -26,6 +26,7 @@ from effasr.data.audio.embedded import Embedded
 from effasr.data.audio.waveform import AudioSegment, load_audio, place
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.manifest.cuts import json_line
+from effasr.data.manifest.times import shifted
 
 _COPIED = {"FLAC": "flac", "OGG": "ogg", "MP3": "mp3", "MPEG": "mp3"}
 """Formats of whole files that are copied as they are, by their suffixes."""
@@ -113,6 +114,8 @@ def _encoded(
         channel_ids=channels,
     )
     supervisions = [fastcopy(each, recording_id=cut.id) for each in cut.supervisions]
+    for each in supervisions:
+        each.alignment = shifted(each.alignment, -cut.start)
     cut = fastcopy(cut, start=0.0, recording=recording, supervisions=supervisions)
     manifest = json.dumps(recording.to_dict()).encode()
     return EncodedCut(cut.id, json_line(cut), suffix, audio, manifest)

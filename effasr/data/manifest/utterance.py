@@ -22,6 +22,7 @@ from effasr.data.audio.waveform import (
     read_header,
 )
 from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.times import Alignment, shifted
 from effasr.data.prompt import Prompt
 
 HeaderOf = Callable[[str | Embedded], AudioHeader]
@@ -44,6 +45,7 @@ class FileUtterance:
     is_lossy: bool = False  # whether the file is a copy of one in a lossy format
     stated: frozenset[str] = frozenset()  # names of `custom_fields` that the source says
     embedded: Embedded | None = None  # where in the file ``audio`` the recording is
+    alignment: Alignment | None = None  # from ``offset`` on
 
     def cut(self, name: str, header_of: HeaderOf = read_header) -> Cut:
         """Return the utterance as a lhotse cut; the file's header is read."""
@@ -77,6 +79,7 @@ class FileUtterance:
             text=self.text,
             language=self.prompt.source,
             speaker=self.speaker,
+            alignment=shifted(self.alignment, start),
         )
         # lhotse's type for one channel takes an int, the one for several takes a list.
         kind: Any = MultiCut if isinstance(channel, list) else MonoCut

@@ -8,6 +8,7 @@ from effasr.data.languages import UnknownLanguageError
 from effasr.data.tokenizer.base import (
     NO_TOKENIZER_FILE,
     NoTokenizer,
+    TimestampTokens,
     Tokenizer,
 )
 from effasr.data.tokenizer.characters import CharacterTokenizer, has_characters
@@ -24,7 +25,7 @@ from effasr.data.tokenizer.hugging_face import (
 from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
 from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
 from effasr.data.tokenizer.training import train_tokenizer
-from effasr.data.tokenizer.whisper import TimestampTokens, WhisperTokenizer, is_whisper
+from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
 from effasr.untrusted.documents import WRONG_VALUES
 from effasr.untrusted.remote import localized
 

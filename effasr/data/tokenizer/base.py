@@ -3,12 +3,70 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from effasr.checks import check
 from effasr.data.languages import UnknownLanguageError, language_among
 from effasr.data.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TimestampTokens:
+    """Tokens of times in a text, and those of the prompt that concern them.
+
+    All classes of a Whisper after those of its prompts are times, which tokenizers need not list.
+    """
+
+    start: int  # the first of a prompt, but for earlier text
+    without: int  # in a prompt after which a text has no times
+    first: int  # that of the beginning of the audio
+    previous: int | None = None  # before earlier text
+    no_speech: int | None = None
+    marker: int | None = None  # of a Canary, in place of ``without`` where words have times
+    step: float = 0.02  # seconds between two times
+    count: int = 1501
+
+    @property
+    def last_seconds(self) -> float:
+        return self.seconds_of(self.first + self.count - 1)
+
+    def seconds_of(self, token: int) -> float:
+        return round((token - self.first) * self.step, 2)
+
+    def is_time(self, token: int) -> bool:
+        return self.first <= token < self.first + self.count
+
+    def plain(self, tokens: Iterable[int]) -> list[int]:
+        """Return the tokens that are no times."""
+        return [token for token in tokens if not self.is_time(token)]
+
+    def timed(self, tokens: Iterable[int], seconds: Sequence[float]) -> list[int]:
+        """Return tokens with these times in place of theirs."""
+        rule, last = f"be none for times after {self.last_seconds:g} s", f"{max(seconds):.2f} s"
+        is_known = max(seconds) <= self.last_seconds
+        check(is_known, "data.timestamps", rule, last, "lower data.max_duration")
+        new = (self.first + round(time / self.step) for time in seconds)
+        return [next(new) if self.is_time(token) else token for token in tokens]
+
+    def prompt(self, prompt: Iterable[int]) -> list[int]:
+        """Return a prompt after which a text has times."""
+        tokens = (self.marker if token == self.without else token for token in prompt)
+        return [token for token in tokens if token is not None]
+
+
+def frame_numbers(vocabulary: Mapping[str, int], start: str) -> TimestampTokens | None:
+    """Return Canary's tokens of frames of 80 ms, ``<|0|>`` and on; None without them."""
+    first, count = vocabulary.get("<|0|>", 0), 0
+    while vocabulary.get(f"<|{count}|>") == first + count:
+        count += 1
+    names = (start, "<|notimestamp|>", "<|timestamp|>")
+    if not count or not set(names) <= vocabulary.keys():
+        return None
+    begin, without, marker = (vocabulary[name] for name in names)
+    return TimestampTokens(begin, without, first, marker=marker, step=0.08, count=count)
 
 
 class Tokenizer(ABC):
@@ -20,6 +78,7 @@ class Tokenizer(ABC):
     specials: Mapping[str, int]  # Ids by token, of tokens that are no text
     languages: tuple[str, ...]  # Languages that text may be in
     sources: tuple[str, ...]  # Languages that speech may be in
+    timestamps: TimestampTokens | None = None
     subsampling: int | None = None  # That of models which its size was chosen for, if it was
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 from effasr.data.languages import language_among
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import Tokenizer, check_ids
+from effasr.data.tokenizer.base import Tokenizer, check_ids, frame_numbers
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import DOCUMENT_BYTES, open_regular, read_bytes, read_text
 
@@ -66,7 +66,9 @@ class HuggingFaceTokenizer(Tokenizer):
             raise _unreadable(self._path, error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Times are skipped, too."""
         checked = check_ids(ids, self.vocab_size)
+        checked = checked if self.timestamps is None else self.timestamps.plain(checked)
         try:
             return self._tokenizer.decode(checked, skip_special_tokens=True).strip()
         except BaseException as error:
@@ -116,6 +118,7 @@ class CanaryTokenizer(HuggingFaceTokenizer):
             )
         self.pad_id = vocabulary[_PAD]
         self.eos_id = vocabulary[_EOS]
+        self.timestamps = frame_numbers(vocabulary, _PROMPT_HEAD[0])
         self._head = self._prompt_head(Path(directory))
 
     def _prompt_head(self, folder: Path) -> tuple[str, ...]:

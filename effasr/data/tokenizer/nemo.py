@@ -9,7 +9,7 @@ from pathlib import Path
 from effasr.checks import check
 from effasr.data.languages import language_among
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import check_ids
+from effasr.data.tokenizer.base import check_ids, frame_numbers
 from effasr.data.tokenizer.sentence_piece import AggregateTokenizer, read_metadata, read_models
 
 NEMO_FILE = "nemo_tokenizer.json"
@@ -62,6 +62,7 @@ class NeMoTokenizer(AggregateTokenizer):
         self.prompt_format = prompt_format
         self.specials = self._find_specials()
         self._check_specials()
+        self.timestamps = frame_numbers(self.specials, _CONTEXT)
         self._skipped = set(self.specials.values())
         if SPECIAL in models:
             # It has pieces beside the tokens, which stand for no text either.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from effasr.data.languages import UnknownLanguageError, language_among
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
-from effasr.data.tokenizer.base import check_ids
+from effasr.data.tokenizer.base import TimestampTokens
 from effasr.data.tokenizer.hugging_face import TIMESTAMP, HuggingFaceTokenizer
 
 _START, _EOS, _NOTIMESTAMPS = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
@@ -19,23 +18,6 @@ _PREVIOUS, _NO_SPEECH = "<|startofprev|>", ("<|nospeech|>", "<|nocaptions|>")
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _GPT2_EOS = 50_256
 _TRANSLATION = "en"
-
-
-@dataclass(frozen=True, slots=True)
-class TimestampTokens:
-    """Tokens of the times in a window, 0.02 s apart, and of the prompt that concern them.
-
-    All classes of a model after those of its prompts are times, which tokenizers need not list.
-    """
-
-    start: int  # the first of a prompt, but for earlier text
-    without: int  # the last of a prompt, after which a text has no times
-    first: int  # that of the beginning of the window
-    previous: int | None  # before earlier text
-    no_speech: int | None
-
-    def seconds_of(self, token: int) -> float:
-        return round((token - self.first) * 0.02, 2)
 
 
 class WhisperTokenizer(HuggingFaceTokenizer):
@@ -68,7 +50,6 @@ class WhisperTokenizer(HuggingFaceTokenizer):
             token: index for token, index in vocabulary.items() if TIMESTAMP.fullmatch(token)
         }
         self.specials = {**self.specials, **timestamps}
-        self._silent = {*timestamps.values()}
         no_speech = (vocabulary[name] for name in _NO_SPEECH if name in vocabulary)
         self.timestamps = TimestampTokens(
             start=vocabulary[_START],
@@ -76,6 +57,7 @@ class WhisperTokenizer(HuggingFaceTokenizer):
             first=vocabulary[_NOTIMESTAMPS] + 1,
             previous=vocabulary.get(_PREVIOUS),
             no_speech=next(no_speech, None),
+            count=len(timestamps) or 1501,
         )
 
     def encode(self, text: str, language: str) -> list[int]:
@@ -83,11 +65,6 @@ class WhisperTokenizer(HuggingFaceTokenizer):
         words = text.strip()
         spaced = words and language not in WITHOUT_SPACES
         return super().encode(f" {words}" if spaced else words, language)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Timestamps are skipped, too."""
-        checked = check_ids(ids, self.vocab_size)
-        return super().decode(token for token in checked if token not in self._silent)
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """There is no token for punctuation."""

@@ -223,17 +223,19 @@ class Augmenter:
 
     def __call__(
         self, audio: np.ndarray, moment: Moment, silence: int = 0
-    ) -> tuple[np.ndarray, list[Dropped]]:
-        """Change the audio of an utterance, after adding so many samples of silence to it."""
+    ) -> tuple[np.ndarray, int, list[Dropped]]:
+        """Change audio, after adding so many samples of silence; the number is those before it."""
         unreadable: list[Dropped] = []
+        delay = 0
         place = self._seed, moment.epoch, moment.step, moment.index
         if silence:
-            audio = with_silence(audio, silence, np.random.default_rng((*place, _SILENCE)))
+            random = np.random.default_rng((*place, _SILENCE))
+            audio, delay = with_silence(audio, silence, random)
         for kind, probability, apply in self._steps:
             rng = np.random.default_rng((*place, kind))
             if rng.random() < probability:
                 audio = apply(audio, rng, unreadable)
-        return audio, unreadable
+        return audio, delay, unreadable
 
     def _reverberate(
         self, audio: np.ndarray, rng: np.random.Generator, unreadable: list[Dropped]
