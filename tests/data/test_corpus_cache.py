@@ -184,7 +184,7 @@ def test_audio_that_has_changed_is_looked_at_again(nemo, tokenizer, folder):
         lambda data: data + b"\0",
         lambda data: b"",
         lambda data: b"{}" + data[2:],
-        # A column, of which `test_column_file.py` has each.
+        # A column: `test_every_byte_counts` has more places.
         lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
     ],
     ids=["half", "longer", "empty", "header", "last column"],

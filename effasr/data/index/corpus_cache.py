@@ -24,7 +24,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -42,10 +42,10 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 
 # The file begins with a line of JSON, padded with spaces to `_HEADER` bytes: ``format``, ``key``,
-# ``size`` of the file, and for each column its dtype, byte offset, length and CRC-32. Columns begin
-# at multiples of `_ALIGNMENT`. It is mapped, so that processes share its memory; safetensors would
-# copy the columns, and has no checksum.
-_FORMAT = "effasr columns 1"
+# for each column its dtype, byte offset and length, and a CRC-32 of the columns and of all that
+# follows. Columns begin at multiples of `_ALIGNMENT`. It is mapped, so that processes share its
+# memory; safetensors would copy the columns, and has no checksum.
+_FORMAT = "effasr columns 2"
 _HEADER = 16_384
 _ALIGNMENT = 4_096
 _BLOCK = 2**24  # bytes that are written or checked at a time
@@ -62,36 +62,49 @@ def write_columns(
     progress: Callable[[int], None] = lambda size: None,
 ) -> int:
     """Write a file and return its size; processes that map a replaced file keep that."""
-    header: dict[str, Any] = {"format": _FORMAT, "key": key, "size": 0, "columns": {}}
+    places: dict[str, list[Any]] = {}
+    end = _HEADER
+    for name, values in columns.items():
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        places[name] = [values.dtype.str, begin, len(values)]
+        end = begin + values.nbytes
+    checksum = zlib.crc32(json.dumps(places).encode())
     with atomic_file(path) as file:
         file.seek(_HEADER)
         for name, values in columns.items():
-            offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
-            file.seek(offset)
-            header["columns"][name] = [
-                values.dtype.str,
-                offset,
-                len(values),
-                _write(file, values, progress),
-            ]
-        # A last column without values begins at the aligned end of the file.
-        header["size"] = size = max(file.tell(), _HEADER)
-        file.truncate(size)
+            padding = bytes(places[name][1] - file.tell())
+            data = np.ascontiguousarray(values).view(np.uint8).data
+            blocks = (data[first : first + _BLOCK] for first in range(0, len(data), _BLOCK))
+            for block in chain([padding], blocks):
+                checksum = zlib.crc32(block, checksum)
+                file.write(block)
+                progress(file.tell())
         file.seek(0)
+        header = {"format": _FORMAT, "key": key, "columns": places, "checksum": checksum}
         file.write(json.dumps(header).encode().ljust(_HEADER - 1) + b"\n")
-    return size
+    return end
 
 
 def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
-    """Map a file into memory, read-only, after checking all of its checksums.
+    """Map a file into memory, read-only, after checking its checksum.
 
     While a process has it mapped, or a fork of that process, `remove_unused` does not remove it.
     """
     with path.open("rb", buffering=0) as file:
-        header = _header(file, path, key)
-        for name, (kind, offset, count, checksum) in header["columns"].items():
-            if _checksum(file, offset, count * np.dtype(kind).itemsize) != checksum:
-                raise Damaged(f"{path}: column {name!r} does not match its checksum")
+        try:
+            header = json.loads(file.read(_HEADER))
+            names = header["format"], header["key"]
+            places, expected = header["columns"], header["checksum"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise Damaged(f"{path}: its header cannot be read ({error})") from error
+        if names != (_FORMAT, key):
+            raise Damaged(f"{path}: its format or key is not the expected one")
+        checksum = zlib.crc32(json.dumps(places).encode())
+        # Read instead of mapped: mapped pages would count as memory of every process.
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+        if checksum != expected:
+            raise Damaged(f"{path}: its content does not match its checksum")
         with suppress(OSError):
             # The map keeps a copy of the descriptor and with it the lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -101,7 +114,7 @@ def map_columns(path: Path, key: str) -> dict[str, np.ndarray]:
         mapped.madvise(mmap.MADV_RANDOM)
     return {
         name: np.frombuffer(mapped, kind, count, offset) if count else np.zeros(0, kind)
-        for name, (kind, offset, count, _) in header["columns"].items()
+        for name, (kind, offset, count) in places.items()
     }
 
 
@@ -117,47 +130,6 @@ def remove_unused(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _write(file: IO[bytes], values: np.ndarray, progress: Callable[[int], None]) -> int:
-    """Write the bytes of an array and return their CRC-32."""
-    data, checksum = np.ascontiguousarray(values).view(np.uint8).data, 0
-    for first in range(0, len(data), _BLOCK):
-        block = data[first : first + _BLOCK]
-        checksum = zlib.crc32(block, checksum)
-        file.write(block)
-        progress(file.tell())
-    return checksum
-
-
-def _header(file: IO[bytes], path: Path, key: str) -> dict[str, Any]:
-    try:
-        header = json.loads(file.read(_HEADER))
-        if header["format"] != _FORMAT or header["key"] != key:
-            raise Damaged(f"{path}: its format or key is not the expected one")
-        size = os.fstat(file.fileno()).st_size
-        if header["size"] != size:
-            raise Damaged(f"{path}: has {size} bytes instead of {header['size']}")
-        for kind, offset, count, _ in header["columns"].values():
-            if offset < _HEADER or (count and offset + count * np.dtype(kind).itemsize > size):
-                raise Damaged(f"{path}: a column lies outside the file")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, Damaged):
-            raise
-        raise Damaged(f"{path}: its header cannot be read ({error})") from error
-    return header
-
-
-def _checksum(file: IO[bytes], offset: int, size: int) -> int:
-    # Read instead of mapped: mapped pages would count as memory of every process.
-    buffer, checksum = memoryview(bytearray(min(_BLOCK, size))), 0
-    file.seek(offset)
-    while size:
-        read = file.readinto(buffer[: min(len(buffer), size)])  # type: ignore[attr-defined]
-        if not read:
-            break
-        checksum, size = zlib.crc32(buffer[:read], checksum), size - read
-    return checksum
 
 
 log = logging.getLogger(__name__)
