@@ -168,6 +168,19 @@ def what_if() -> str:
     return markdown(titles, lines, texts=2)
 
 
+def loading() -> str:
+    """Audio that a core loads, by the storage of a corpus."""
+    speeds: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in read("loading"):
+        speeds[row["source"]][row["overrides"]] = float(row["audio_s_per_cpu_s"])
+    columns = {"one speed": "data.speed_perturbation=[1.0]", "three speeds, as `small`": ""}
+    lines = [
+        [name, *(f"{by[key]:,.0f}" if key in by else "" for key in columns.values())]
+        for name, by in speeds.items()
+    ]
+    return markdown(["source", *columns], lines, texts=1)
+
+
 def ladder() -> str:
     """Padding and measured time by strategy."""
     titles = ["strategy", "padding: frames / tokens / FLOPs %"]
@@ -575,7 +588,7 @@ def experts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        *(training, padding, what_if, ladder, whisper, decoder_depth, inference),
+        *(training, padding, what_if, loading, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),

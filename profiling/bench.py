@@ -12,6 +12,7 @@ SUBCOMMANDS = {
     "training": ("training", "main", "steps, packed against padded, and of transformers"),
     "encoder": ("encoder", "main", "an encoder's step, and that of transformers"),
     "inference": ("inference", "main", "transcription by depth, and of transformers"),
+    "loading": ("loading", "main", "audio that a core loads, by the storage of a corpus"),
     "host": ("kernels", "host", "the host's time for a call of each operation"),
     "counts": ("kernels", "counts", "instructions, sectors and bank conflicts, emulated"),
     "tiles": ("kernels", "tiles", "attention's backward for several sizes of its tiles"),

@@ -226,6 +226,16 @@ def test_parts_of_recordings_of_nemo(nemo, tmp_path):
     assert np.array_equal(np.concatenate(parts), whole)
 
 
+def test_large_row_groups_are_said(nemo, tmp_path, monkeypatch, caplog):
+    source = make_source("parquet", nemo(12), tmp_path / "set")
+    prepare(source, tmp_path / "out")
+    assert not caplog.records
+    monkeypatch.setattr("effasr.data.manifest.datasets._LARGE_GROUP", 1 << 10)
+    prepare(source, tmp_path / "again")
+    (record,) = caplog.records
+    assert f"effasr prepare {source} OUT --shards 64" in record.getMessage()
+
+
 def test_rows_of_a_table(tmp_path):
     """Nulls, other types and other names of columns; 44.1 kHz stereo of MP3."""
     wav = write_tone(tmp_path / "a.wav", 0.5).read_bytes()

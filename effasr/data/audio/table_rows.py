@@ -71,6 +71,7 @@ class Table:
     """A Parquet or Arrow file, in blocks of rows."""
 
     problem: str | None = None  # what is wrong behind the last block
+    decoded_bytes = 0  # of the largest block, where one is decoded whole to read a row of it
 
     def __init__(self, schema: pa.Schema, sizes: Sequence[int]) -> None:
         self.schema = schema
@@ -108,6 +109,7 @@ class _Parquet(Table):
         self._file = parquet.ParquetFile(path, memory_map=True)
         groups = range(self._file.num_row_groups)
         self._groups = [self._file.metadata.row_group(group) for group in groups]
+        self.decoded_bytes = max((group.total_byte_size for group in self._groups), default=0)
         super().__init__(self._file.schema_arrow, [group.num_rows for group in self._groups])
 
     def block(self, number: int, columns: Sequence[str]) -> pa.Table:

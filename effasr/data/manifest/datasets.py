@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -18,7 +19,10 @@ from effasr.untrusted.files import plain_name
 if TYPE_CHECKING:
     import pyarrow as pa
 
+log = logging.getLogger(__name__)
+
 _SUFFIXES = (".parquet", ".arrow")
+_LARGE_GROUP = 64 << 20  # bytes, of which a process caches 256 MB
 
 
 def _files(path: Path) -> list[Path]:
@@ -56,6 +60,14 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _read(path: Path, options: ReadOptions) -> Iterator[Utterance]:
     files = _files(path)
+    if files and (size := open_table(str(files[0].absolute())).decoded_bytes) > _LARGE_GROUP:
+        log.warning(
+            "%s: has row groups of %d MB, each of which is decoded to read one of its utterances: "
+            "effasr prepare %s OUT --shards 64 makes a copy that is read faster",
+            path,
+            size >> 20,
+            path,
+        )
     for file in of_one_split(path, files) if path.is_dir() else files:
         yield from _of_file(file, options)
 
