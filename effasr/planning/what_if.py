@@ -21,6 +21,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.evaluation.tables import to_text
 from effasr.planning.report import Panel, draw, percent
 from effasr.planning.study import LADDER, StrategyResult, StudyOptions, compare
+from effasr.training.calibration.search import LinearModel
 from effasr.untrusted.documents import read_json
 
 FIXED = ("random", "bucketed")  # strategies that are also planned with a number of utterances
@@ -30,40 +31,30 @@ _BACKWARD = 3  # FLOPs of a training step, in those of its forward
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Memory and speed of a GPU, as `effasr calibrate` measured them, or as assumed."""
+    """Budgets and speed of a GPU, as `effasr calibrate` measured them, or a speed as assumed."""
 
     frame_budget: int | None = None  # of the calibration
     token_budget: int | None = None
-    per_frame: float = 1.0  # memory of an encoder frame and of a token; only their ratio matters
-    per_token: float = 0.0
-    micro_batch_s: float = 0.0  # seconds of a micro-batch beside those of its frames
-    frame_s: float | None = None
+    speed: LinearModel | None = None  # seconds of a micro-batch
     flops: float | None = None  # sustained FLOP/s of training, without a calibration
 
     @classmethod
     def read(cls, path: Path) -> Device:
-        """Read a calibration.json; raises ValueError for another file."""
+        """Read a file of calibrations; raises ValueError for another."""
         content = read_json(path)
         try:
-            memory, speed = content["memory_model"], content["speed_model"]
-            return cls(
-                content["frame_budget"],
-                content["token_budget"],
-                *(float(memory[name]) for name in ("per_frame", "per_token")),
-                *(float(speed[name]) for name in ("fixed", "per_frame")),
-            )
-        except (KeyError, TypeError, ValueError):
+            speed = LinearModel(**content["speed_model"])
+            return cls(content["frame_budget"], content["token_budget"], speed)
+        except (KeyError, TypeError):
             raise ValueError(
                 f"`--calibration` must be a file of `effasr calibrate`, but {path} is none: "
                 "effasr calibrate RECIPE prints the path of its own."
             ) from None
 
-    def fixed_size(self, selection: Selection) -> int:
-        """Return how many of the longest utterances fit in the memory of a micro-batch."""
-        shape, lengths = selection.shape, selection.lengths
-        available = self.per_frame * shape.frame_budget + self.per_token * shape.token_budget
-        frames, tokens = int(lengths.frames.max()), int(lengths.tokens.max())
-        return max(1, int(available / (self.per_frame * frames + self.per_token * tokens)))
+
+def fixed_size(selection: Selection) -> int:
+    """Return how many of the longest utterances fit in the memory of a micro-batch."""
+    return max(1, selection.shape.frame_budget // int(selection.lengths.frames.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,7 @@ def compute(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Rung]:
     """Plan the corpus by each strategy within the memory of one micro-batch."""
-    fixed = replace(options.strategy, batch_size=device.fixed_size(selection), batch_duration=None)
+    fixed = replace(options.strategy, batch_size=fixed_size(selection), batch_duration=None)
     results = [
         replace(result, strategy=result.strategy + _FIXED_SUFFIX)
         for result in compare(selection, FIXED, cost, replace(options, strategy=fixed))
@@ -110,8 +101,8 @@ def _rungs(
         report = result.report
         frames = report.batch_audio_seconds / shape.framing.seconds
         rows.append(frames / max(1 - report.padding_frames, 1e-9))
-        if device.frame_s is not None:
-            micro_batch_s = device.micro_batch_s + device.frame_s * rows[-1]
+        if device.speed is not None:
+            micro_batch_s = device.speed.predict(rows[-1])
         else:
             micro_batch_s = _BACKWARD * report.step_flops / options.micro_batches
             micro_batch_s /= device.flops or 1.0
@@ -119,7 +110,7 @@ def _rungs(
         step_s = rounds * micro_batch_s * (1 + report.rank_imbalance_mean)
         audio_s = report.batch_audio_seconds * options.micro_batches
         seconds.append(step_s * corpus_s / audio_s)
-    known = device.frame_s is not None or device.flops is not None
+    known = device.speed is not None or device.flops is not None
     best = results[-1].report.batch_audio_seconds
     return [
         Rung(
@@ -183,8 +174,7 @@ def claims(rungs: Sequence[Rung]) -> str:
 def assumptions(selection: Selection, device: Device, options: StudyOptions) -> str:
     shape = selection.shape
     longest = int(selection.lengths.frames.max()) * shape.framing.seconds
-    weights = "" if not device.per_token else ", a token that of the calibration"
-    if device.frame_s is not None:
+    if device.speed is not None:
         speed = "time as calibrated, by padded frames"
     elif device.flops is not None:
         speed = f"time by FLOPs at {device.flops / 1e12:g} TFLOP/s a GPU (--tflops)"
@@ -192,8 +182,8 @@ def assumptions(selection: Selection, device: Device, options: StudyOptions) -> 
         speed = "time by FLOPs; --tflops X or --calibration FILE gives hours"
     return (
         f"Assumed: memory is that of {shape.frame_budget:,} encoder frames a micro-batch, padding "
-        f"included{weights}; a fixed size is what holds the longest utterance, {longest:.1f} s: "
-        f"{device.fixed_size(selection)}; {speed}, each step as long as its slowest rank's; small "
+        f"included; a fixed size is what holds the longest utterance, {longest:.1f} s: "
+        f"{fixed_size(selection)}; {speed}, each step as long as its slowest rank's; small "
         f"batches run at the speed of large ones; {options.world_size} GPUs."
     )
 

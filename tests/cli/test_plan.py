@@ -1,5 +1,6 @@
 """`effasr plan`: what batches a corpus makes, for people and for programs."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,8 @@ from effasr.data.loader import Loader
 from effasr.data.sampling.options import STRATEGIES
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.cost import cost_model
+from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.store import Calibration
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
 from effasr.training.run_dir.run_directory import read_lines
@@ -109,13 +112,11 @@ def test_what_if_has_the_figures_of_the_planner(effasr, corpus, tmp_path):
 
 
 def test_what_if_for_people_and_with_a_calibration(effasr, corpus, tmp_path):
-    calibration = {
-        **{"frame_budget": 1500, "token_budget": 900},
-        "memory_model": {"fixed": 1e9, "per_frame": 1e5, "per_token": 2e5, "per_cell": 0.0},
-        "speed_model": {"fixed": 0.5, "per_frame": 1e-3},
-    }
+    content = {field.name: None for field in dataclasses.fields(Calibration)}
+    content |= {"frame_budget": 1500, "token_budget": 900}
+    content["speed_model"] = dataclasses.asdict(LinearModel(0.5, 1e-3))
     file = tmp_path / "calibration.json"
-    file.write_text(json.dumps(calibration))
+    file.write_text(Calibration(**content).to_json())
     done = effasr(
         "plan", corpus, "--what-if", "--calibration", file, "--world-size", 2,
         "--picture", tmp_path / "p.svg",
