@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from lhotse import MonoCut, SupervisionSegment
+from lhotse.cut import Cut
 
 from effasr.data.audio.speed_perturbation import duration_at, name_at
 from effasr.data.audio.waveform import AudioError, samples_in
@@ -280,7 +281,7 @@ class _Reader:
                 copy = name_at(name, speed)
                 self._drop(Dropped(copy, error.problem, str(error), utterance.audio))
             return
-        self._add_text(name, position, cut.duration, text_of(cut), prompt_of(cut), name)
+        self._add_text(name, position, cut.duration, text_of(cut), prompt_of(cut), name, cut)
 
     def _add_text(
         self,
@@ -290,6 +291,7 @@ class _Reader:
         text: str,
         prompt: Prompt,
         origin: str,
+        cut: Cut | None = None,
     ) -> None:
         """Check a text as in training and count its tokens, or estimate them."""
         is_used = self._limits.text != "ignored" and bool(text.strip())
@@ -300,7 +302,7 @@ class _Reader:
         tokens = None
         if self._checks_texts:
             speech = SupervisionSegment("", "", 0.0, seconds, text=text, language=prompt.source)
-            cut = MonoCut(
+            cut = cut or MonoCut(
                 *(name or origin, 0.0, seconds, 0),
                 supervisions=[speech],
                 custom=custom_fields(prompt, ()),
