@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from effasr.checks import check
 from effasr.cli.options import (
     AddCommand,
     add_language,
@@ -77,6 +78,13 @@ def add(command: AddCommand) -> None:
         help="share of the characters that are in pieces (default: 1)",
     )
     parser.add_argument(
+        "--extend",
+        type=Path,
+        metavar="MODEL",
+        help="tokenizer, model directory or run to which the languages of the manifests are added; "
+        "all that it has keeps its ids, and init_from with the new tokenizer its weights",
+    )
+    parser.add_argument(
         "--byte-fallback",
         action="store_true",
         help="256 pieces more, which spell characters that are in no piece",
@@ -114,6 +122,11 @@ def run(options: argparse.Namespace) -> int:
     if not texts:
         raise ValueError(f"{', '.join(map(str, options.manifests))}: no utterances to train on.")
     subsampling, kind = options.subsampling, options.model_type
+    extend = None if options.extend is None else _tokenizer_of(options.extend)
+    if extend is not None:
+        rule = "be left out with --extend, which adds a model for each language"
+        check(not options.shared, "--shared", rule, "given")
+        subsampling = subsampling or extend.subsampling
     sizes, chosen = options.vocab_size or _SHARED_SIZE, options.vocab_size == "auto"
     if options.vocab_size is None:
         chosen = not options.shared
@@ -138,9 +151,10 @@ def run(options: argparse.Namespace) -> int:
             sources=unspoken,
             shared=options.shared,
             subsampling=subsampling,
+            extend=extend,
             progress=trained,
         )
-    print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(sorted(texts))}")
+    print_line(f"{options.out}: {tokenizer.vocab_size} tokens for {', '.join(tokenizer.languages)}")
     _report(survey, tokenizer, subsampling, chosen=chosen)
     fidelity = TextFidelity(tokenizer)
     for language, spoken_texts in texts.items():
@@ -151,6 +165,15 @@ def run(options: argparse.Namespace) -> int:
     train = [str(path) for path in options.manifests]
     print_next(["init", *train, "--tokenizer", str(options.out), "--dev", "DEV"])
     return 0
+
+
+def _tokenizer_of(path: Path) -> Tokenizer:
+    """Read a tokenizer from its folder, or that of a model or a run."""
+    from effasr import checkpoint
+    from effasr.data.tokenizer import load_tokenizer
+
+    is_model = (path / checkpoint.DESCRIPTION).is_file() or (path / "checkpoints").is_dir()
+    return checkpoint.read_tokenizer(checkpoint.resolve(path)) if is_model else load_tokenizer(path)
 
 
 def _size(text: str) -> int | str:

@@ -1,12 +1,14 @@
-"""Bootstrap confidence of word error rates and of their differences."""
+"""Bootstrap confidence of word error rates and BLEU, and of their differences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
+from effasr.evaluation.translation import TranslationCounts
 from effasr.evaluation.wer import ErrorCounts
 
 _DRAWS = 1000
@@ -14,28 +16,38 @@ _SEED = 0
 _AT_A_TIME = 2_000_000  # indices drawn at a time, to limit the memory for large sets
 
 
-def interval(parts: Sequence[ErrorCounts], confidence: float = 0.95) -> tuple[float, float]:
-    """Return a bootstrap confidence interval of the word error rate of a set; deterministic.
+# Counts of an utterance, whose sums give a rate.
+Counts: TypeAlias = ErrorCounts | TranslationCounts
+
+
+def interval(parts: Sequence[Counts], confidence: float = 0.95) -> tuple[float, float]:
+    """Return a bootstrap confidence interval of the rate of a set; deterministic.
 
     Utterances are drawn with replacement, a thousand times; the interval holds the middle
     ``confidence`` of the rates. It covers the choice of utterances, not the variance of training.
 
     Bisani and Ney, 2004, https://doi.org/10.1109/ICASSP.2004.1326009.
     """
-    rates = _rates(_table(parts))
+    rates = _rates(parts)
+    rates = rates[~np.isnan(rates)]
     if not rates.size:
         return math.nan, math.nan
     low, high = np.quantile(rates, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
-def probability_of_improvement(
-    before: Sequence[ErrorCounts], after: Sequence[ErrorCounts]
-) -> float:
-    """Return the share of draws in which the second system makes fewer word errors than the first.
+def rate(parts: Sequence[Counts]) -> float:
+    if not parts:
+        return math.nan
+    sums = np.array([item.statistics for item in parts], dtype=np.int64).sum(axis=0)
+    return float(type(parts[0]).rates(sums[:, None])[0])
 
-    The same utterances are drawn for both, so that their difficulty cancels out. Draws with equally
-    many errors count half.
+
+def probability_of_improvement(before: Sequence[Counts], after: Sequence[Counts]) -> float:
+    """Return the share of draws in which the second system is better than the first.
+
+    The same utterances are drawn for both, so that their difficulty cancels out. Draws in which
+    both are equal count half.
 
     Bisani and Ney, 2004, https://doi.org/10.1109/ICASSP.2004.1326009.
     """
@@ -43,12 +55,12 @@ def probability_of_improvement(
         raise ValueError(
             f"`after` must have the {len(before)} utterances of `before`, but has {len(after)}."
         )
-    errors = np.array([item.errors for item in before]) - np.array([item.errors for item in after])
-    gains = _sums(np.stack([errors, [item.words for item in before]]))
-    gains = gains[:, gains[1] > 0]
+    gains = _rates(after) - _rates(before)
+    gains = gains[~np.isnan(gains)]
     if not gains.size:
         return math.nan
-    return float(((gains[0] > 0) + 0.5 * (gains[0] == 0)).mean())
+    is_better = gains > 0 if before[0].metric.higher_is_better else gains < 0
+    return float((is_better + 0.5 * (gains == 0)).mean())
 
 
 def chance_of_best(before: np.ndarray, tried: np.ndarray) -> float:
@@ -82,25 +94,19 @@ def chance_of_best(before: np.ndarray, tried: np.ndarray) -> float:
     return float((np.concatenate(most) >= statistic).mean())
 
 
-def _table(parts: Sequence[ErrorCounts]) -> np.ndarray:
-    """Return errors and words, int64 (2, n)."""
-    return np.array(
-        [[item.errors for item in parts], [item.words for item in parts]], dtype=np.int64
-    )
-
-
-def _rates(table: np.ndarray) -> np.ndarray:
-    errors, words = _sums(table)
-    return errors[words > 0] / words[words > 0]
+def _rates(parts: Sequence[Counts]) -> np.ndarray:
+    """Return the rate of every draw; NaN where it is undefined."""
+    if not parts:
+        return np.zeros(0)
+    table = np.array([item.statistics for item in parts], dtype=np.int64).T
+    return type(parts[0]).rates(_sums(table))
 
 
 def _sums(table: np.ndarray) -> np.ndarray:
-    """Return the sums of every draw: (2, n) to (2, draws)."""
+    """Return the sums of every draw: (counts, n) to (counts, draws)."""
     count = table.shape[1]
-    if not count:
-        return np.zeros((2, 0), dtype=np.int64)
     rng = np.random.default_rng(_SEED)
-    step = max(1, _AT_A_TIME // count)
+    step = max(1, 2 * _AT_A_TIME // table.size)
     sums = [
         table[:, rng.integers(count, size=(min(step, _DRAWS - begin), count))].sum(axis=2)
         for begin in range(0, _DRAWS, step)

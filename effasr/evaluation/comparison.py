@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,17 @@ from rich.table import Table
 
 from effasr.data.checksums import verify
 from effasr.data.manifest.lines import numbered_lines, parse_object
-from effasr.evaluation.bootstrap import interval, probability_of_improvement
+from effasr.evaluation.bootstrap import interval, probability_of_improvement, rate
+from effasr.evaluation.metric import BY_NAME
 from effasr.evaluation.normalizer import get_normalizer
-from effasr.evaluation.result import HYPOTHESES, SUMMARY, read_summary
-from effasr.evaluation.tables import percent, to_text
+from effasr.evaluation.result import HYPOTHESES, SUMMARY, read_summary, score_translations
+from effasr.evaluation.tables import to_text
+from effasr.evaluation.translation import (
+    MissingPackage,
+    TranslationCounts,
+    check_package,
+    count_ngrams,
+)
 from effasr.evaluation.wer import ErrorCounts, count_errors, total
 
 
@@ -24,9 +31,15 @@ from effasr.evaluation.wer import ErrorCounts, count_errors, total
 class Scored:
     system: str  # name of the run, or of the folder
     set_name: str
-    errors: dict[str, ErrorCounts]  # errors of each utterance by id
+    counts: Mapping[str, ErrorCounts] | Mapping[str, TranslationCounts]  # by id of the utterance
     rtfx: float
     failed: int  # utterances that could not be transcribed
+    second: float  # character error rate, or chrF
+    group: str = ""  # languages of translations
+
+    @property
+    def title(self) -> str:
+        return f"{self.set_name} {self.group}".rstrip()
 
 
 def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
@@ -38,53 +51,55 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
     """
     run = Path(run)
     if (run / SUMMARY).is_file():
-        return [_read(run, None, run.absolute().name, normalizer)]
+        return _read(run, None, run.absolute().name, normalizer)
     folders = sorted(path.parent for path in run.glob(f"evaluation/*/{SUMMARY}"))
     if not folders:
         raise ValueError(f"{run}: holds no evaluation: `effasr evaluate {run} M` makes one.")
-    return [_read(folder, run.name, folder.name, normalizer) for folder in folders]
+    return [
+        scored for folder in folders for scored in _read(folder, run.name, folder.name, normalizer)
+    ]
 
 
 def compare(scored: Sequence[Scored]) -> str:
-    """Return a table by set and system, compared with the set's first on common utterances."""
-    table = Table(box=box.MARKDOWN)
-    for column in (
-        "set",
-        "system",
-        "utterances",
-        "WER %",
-        "95 %",
-        "CER %",
-        "RTFx",
-        "against first",
-    ):
-        table.add_column(column, justify="left" if column in ("set", "system") else "right")
+    """Return a table by set and system, compared with the set's first on common utterances.
+
+    Translations have a table of their own, with a set for each pair of languages.
+    """
     scored = _numbered_where_equal(scored)
-    for name in dict.fromkeys(item.set_name for item in scored):
-        systems = [item for item in scored if item.set_name == name]
+    parts = [[x for x in scored if bool(x.group) == is_other] for is_other in (False, True)]
+    return "\n\n".join(to_text(_table(part)) for part in parts if part) + "\n"
+
+
+def _table(scored: Sequence[Scored]) -> Table:
+    metric, second = (BY_NAME[x] for x in (("bleu", "chrf") if scored[0].group else ("wer", "cer")))
+    table = Table(box=box.MARKDOWN)
+    figures = f"{metric.label}{metric.unit}", "95 %", f"{second.label}{second.unit}"
+    for column in ("set", "system", "utterances", *figures, "RTFx", "against first"):
+        table.add_column(column, justify="left" if column in ("set", "system") else "right")
+    for name in dict.fromkeys(item.title for item in scored):
+        systems = [item for item in scored if item.title == name]
         for item in systems:
-            counts = total(item.errors.values())
-            low, high = interval(list(item.errors.values()))
+            low, high = interval(list(item.counts.values()))
             table.add_row(
                 name,
                 item.system,
-                f"{counts.utterances}" + (f" (-{item.failed})" if item.failed else ""),
-                percent(counts.wer),
-                f"{percent(low)} - {percent(high)}",
-                percent(counts.cer),
+                f"{len(item.counts)}" + (f" (-{item.failed})" if item.failed else ""),
+                metric.figure(rate(list(item.counts.values()))),
+                f"{metric.figure(low)} - {metric.figure(high)}",
+                second.figure(item.second),
                 f"{item.rtfx:.0f}",
                 "" if item is systems[0] else _against(systems[0], item),
             )
-    return to_text(table) + "\n"
+    return table
 
 
 def _numbered_where_equal(scored: Sequence[Scored]) -> list[Scored]:
     """Return the results with numbers after names that several systems of a set have."""
-    count = Counter((item.set_name, item.system) for item in scored)
+    count = Counter((item.title, item.system) for item in scored)
     seen: Counter[tuple[str, str]] = Counter()
     result = []
     for item in scored:
-        key = item.set_name, item.system
+        key = item.title, item.system
         seen[key] += 1
         is_unique = count[key] == 1
         result.append(item if is_unique else replace(item, system=f"{item.system} ({seen[key]})"))
@@ -92,18 +107,21 @@ def _numbered_where_equal(scored: Sequence[Scored]) -> list[Scored]:
 
 
 def _against(first: Scored, item: Scored) -> str:
-    common = [name for name in first.errors if name in item.errors]
-    before = [first.errors[name] for name in common]
-    after = [item.errors[name] for name in common]
-    if not common or not total(before).words:
+    common = [name for name in first.counts if name in item.counts]
+    before = [first.counts[name] for name in common]
+    after = [item.counts[name] for name in common]
+    if not common or not sum(counts.words for counts in before):
         return "-"
-    difference = 100 * (total(after).wer - total(before).wer)
+    difference = before[0].metric.factor * (rate(after) - rate(before))
     better = probability_of_improvement(before, after)
     return f"{difference:+.2f} (better: {100 * better:.0f} %)"
 
 
-def _read(folder: Path, system: str | None, set_name: str, normalizer: str | None) -> Scored:
-    """Read an evaluation; without a ``system``, its names follow from those of the folder."""
+def _read(folder: Path, system: str | None, set_name: str, normalizer: str | None) -> list[Scored]:
+    """Read an evaluation; without a ``system``, its names follow from those of the folder.
+
+    Transcriptions come first, then the translations of each pair of languages.
+    """
     try:
         summary: dict[str, Any] = read_summary(folder)
         if system is None:
@@ -117,12 +135,29 @@ def _read(folder: Path, system: str | None, set_name: str, normalizer: str | Non
         path = folder / HYPOTHESES
         verify(folder, summary.get("files", {}))
         rows = [parse_object(line, f"{path}:{number}") for number, line in numbered_lines(path)]
-        errors = {}
+        errors: dict[str, ErrorCounts] = {}
+        texts: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
         for row in rows:
+            name, pair = str(row["id"]), (row["reference"], row["hypothesis"])
+            if row.get("group"):
+                check_package()
+                texts[row["group"]][name] = pair
+                continue
             normalize = get_normalizer(normalizer or summary["normalizer"], row.get("language", ""))
-            texts = normalize(row["reference"]), normalize(row["hypothesis"])
-            errors[str(row["id"])] = count_errors(*texts)
-        return Scored(system, set_name, errors, float(summary["rtfx"]), int(summary["failed"]))
+            errors[name] = count_errors(*map(normalize, pair))
+        rtfx, failed = float(summary["rtfx"]), int(summary["failed"])
+        scored = []
+        if errors or not texts:
+            cer = total(errors.values()).cer
+            scored.append(Scored(system, set_name, errors, rtfx, failed, cer))
+        for group, pairs in sorted(texts.items()):
+            language = group.rpartition("->")[2]
+            counts = {name: count_ngrams(*pair, language) for name, pair in pairs.items()}
+            chrf = score_translations(*zip(*pairs.values(), strict=True), language).chrf
+            scored.append(Scored(system, set_name, counts, rtfx, failed, chrf, group))
+        return scored
+    except MissingPackage:
+        raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{folder}: not an evaluation that can be read ({type(error).__name__}: {error}): "

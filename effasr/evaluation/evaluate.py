@@ -20,6 +20,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, ScoredUtterance
+from effasr.evaluation.translation import check_package
 from effasr.evaluation.wer import ErrorCounts, count_errors
 from effasr.evaluation.word_confidence import judge
 from effasr.model.asr import ASRModel
@@ -49,7 +50,11 @@ def openable_cuts(
 
 
 def transcribe_cuts(
-    recognizer: Recognizer, cuts: Iterable[Cut], on_result: Callable[[Result], None] | None = None
+    recognizer: Recognizer,
+    cuts: Iterable[Cut],
+    on_result: Callable[[Result], None] | None = None,
+    *,
+    must_score: bool = True,
 ) -> Iterator[tuple[str, Prompt, Result]]:
     """Yield reference, prompt and result of each cut; failures of invalid cuts come first."""
     scorable: list[tuple[str, Request]] = []
@@ -64,6 +69,8 @@ def transcribe_cuts(
         except ValueError as error:
             yield "", Prompt(), Failure(cut.id, str(error))
             continue
+        if must_score and prompt.task == "translate":
+            check_package()
         load = partial(load_audio, cut, recognizer.sample_rate)
         scorable.append((texts[0], Request(cut.id, load, prompt)))
     results = recognizer.results(request for _, request in scorable)
@@ -147,7 +154,7 @@ def evaluate_pairs(
     normalizer: str = "basic",
     config: DecodingConfig | None = None,
 ) -> Evaluation:
-    """Write a text from each pair's source, and count word errors; unknown languages fail."""
+    """Write a text from each pair's source, and compare; unknown languages fail."""
     started = time.perf_counter()
     get_normalizer(normalizer)
     writer = TextToText(model, tokenizer, config)
@@ -217,7 +224,7 @@ def correction_pairs(
     failure. ``source_name`` becomes the ``source`` of each line.
     """
     recognizer = Recognizer(model, tokenizer, config)
-    for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result):
+    for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result, must_score=False):
         if isinstance(result, Failure):
             yield result
             continue

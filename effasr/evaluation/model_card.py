@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -83,9 +83,9 @@ class ModelCard:
             "pipeline_tag": "automatic-speech-recognition",
             "tags": ["automatic-speech-recognition", "speech", "effasr"],
         }
-        results = [_result(item) for item in self.tested if item.result.get("wer") is not None]
+        results = [row for item in self.tested for row in _metadata(item)]
         if results:
-            front["metrics"] = ["wer"]
+            front["metrics"] = list(dict.fromkeys(row["metrics"][0]["type"] for row in results))
             front["model-index"] = [{"name": self.name, "results": results}]
         return front
 
@@ -153,6 +153,16 @@ class ModelCard:
         note = (
             "RTFx is seconds of audio per second, loading included, on the machine that evaluated."
         )
+        translated = [
+            f"| {_cell(tested.name)} | {_cell(group)} | {row['utterances']} | {row['bleu']:.2f} | "
+            f"{row['bleu_interval'][0]:.2f} to {row['bleu_interval'][1]:.2f} | {row['chrf']:.2f} | "
+            f"{_cell(' and '.join(map(str, row['signatures'].values())))} |"
+            for tested in self.tested
+            for group, row in _translations(tested.result).items()
+        ]
+        if translated:
+            head = "| set | languages | translations | BLEU | 95 % interval | chrF | signatures |"
+            rows += ["", head, "| --- | --- | ---: | ---: | ---: | ---: | --- |", *translated]
         return "\n".join(["## Results", "", *rows, "", note])
 
 
@@ -235,22 +245,35 @@ def _checked(result: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"`wer_interval` must be numbers, but is {repr(bounds)[:60]}.")
     if not isinstance(result.get("normalizer"), str):
         raise ValueError("`normalizer` must be text.")
+    for row in _translations(result).values():
+        scores = row.get("utterances"), row["bleu"], row.get("chrf"), *row["bleu_interval"]
+        if not all(isinstance(score, int | float) for score in scores):
+            raise ValueError(f"`groups` must have numbers of translations, but has {scores}.")
     return result
 
 
-def _result(tested: TestedSet) -> dict[str, Any]:
-    normalizer = tested.result["normalizer"]
-    return {
-        "task": {"type": "automatic-speech-recognition", "name": "Speech recognition"},
-        "dataset": {"type": tested.name, "name": tested.name},
-        "metrics": [
-            {
-                "type": "wer",
-                "value": round(100 * tested.result["wer"], 2),
-                "name": f"WER % (normaliser {normalizer})",
-            }
-        ],
-    }
+def _translations(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores of each pair of languages."""
+    return {k: row for k, row in result.get("groups", {}).items() if "bleu" in row}
+
+
+def _metadata(tested: TestedSet) -> Iterator[dict[str, Any]]:
+    """Yield the results of a set for the front matter, by task."""
+    result, dataset = tested.result, {"type": tested.name, "name": tested.name}
+    if result.get("wer") is not None and result.get("rate") != "bleu":
+        name, value = f"WER % (normaliser {result['normalizer']})", round(100 * result["wer"], 2)
+        yield {
+            "task": {"type": "automatic-speech-recognition", "name": "Speech recognition"},
+            "dataset": dataset,
+            "metrics": [{"type": "wer", "value": value, "name": name}],
+        }
+    for group, row in _translations(result).items():
+        name = f"BLEU {group} ({row['signatures']['bleu']})"
+        yield {
+            "task": {"type": "automatic-speech-translation", "name": "Speech translation"},
+            "dataset": dataset,
+            "metrics": [{"type": "bleu", "value": round(row["bleu"], 2), "name": name}],
+        }
 
 
 def _interval(bounds: Sequence[float] | None) -> str:

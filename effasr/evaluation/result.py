@@ -7,13 +7,16 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from effasr.data.checksums import checksum, verify_content, with_checksum
 from effasr.evaluation.alignment import align, trn_line
 from effasr.evaluation.bootstrap import interval
+from effasr.evaluation.metric import BY_NAME, Metric
 from effasr.evaluation.normalizer import get_normalizer
+from effasr.evaluation.translation import bleu_of, check_package, count_ngrams
 from effasr.evaluation.wer import ErrorCounts, total
 from effasr.evaluation.word_confidence import (
     ConfidenceReport,
@@ -48,6 +51,39 @@ class ScoredUtterance:
         """Language of the texts."""
         return self.group.rpartition("->")[2]
 
+    @property
+    def is_translation(self) -> bool:
+        return "->" in self.group
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationScore:
+    utterances: int
+    bleu: float  # of all utterances together, 0 to 100
+    chrf: float
+    bleu_interval: tuple[float, float]  # 95 % confidence, by the bootstrap over utterances
+    signatures: dict[str, str]  # of sacrebleu, which say how both were computed
+
+
+@lru_cache(maxsize=32)
+def score_translations(
+    references: tuple[str, ...], hypotheses: tuple[str, ...], language: str
+) -> TranslationScore:
+    """Score texts of one language as they are: casing and punctuation count."""
+    check_package()
+    from sacrebleu.metrics.chrf import CHRF
+
+    metrics = {"bleu": bleu_of(language), "chrf": CHRF()}
+    scores = {k: metric.corpus_score(hypotheses, [references]) for k, metric in metrics.items()}
+    pairs = zip(references, hypotheses, strict=True)
+    return TranslationScore(
+        len(references),
+        bleu=scores["bleu"].score,
+        chrf=scores["chrf"].score,
+        bleu_interval=interval([count_ngrams(*pair, language) for pair in pairs]),
+        signatures={name: str(metric.get_signature()) for name, metric in metrics.items()},
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -61,8 +97,40 @@ class Evaluation:
     vad: str | None = None  # name of the detector of speech; None without audio
 
     @property
+    def transcriptions(self) -> list[ScoredUtterance]:
+        """The utterances whose word errors count: a set of translations alone has none else."""
+        chosen = [utterance for utterance in self.utterances if not utterance.is_translation]
+        return chosen or list(self.utterances)
+
+    @property
     def errors(self) -> ErrorCounts:
-        return total(utterance.errors for utterance in self.utterances)
+        return total(utterance.errors for utterance in self.transcriptions)
+
+    @property
+    def translations(self) -> dict[str, TranslationScore]:
+        """BLEU and chrF of each pair of languages, in alphabetical order."""
+        texts: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for utterance in self.utterances:
+            if utterance.is_translation:
+                texts[utterance.group].append((utterance.reference, utterance.hypothesis))
+        return {
+            group: score_translations(*zip(*texts[group], strict=True), group.rpartition("->")[2])
+            for group in sorted(texts)
+        }
+
+    @property
+    def metric(self) -> Metric:
+        """The metric of the set: BLEU of translations alone, CER without spaces, or WER."""
+        if self.utterances and all(utterance.is_translation for utterance in self.utterances):
+            return BY_NAME["bleu"]
+        return BY_NAME[self.errors.main_rate[0].lower()]
+
+    def value(self, name: str) -> float:
+        """Return a metric by its name: of translations the mean over pairs of languages."""
+        if name in ("wer", "cer"):
+            return getattr(self.errors, name)
+        values = [getattr(score, name) for score in self.translations.values()]
+        return math.fsum(values) / len(values) if values else math.nan
 
     @property
     def groups(self) -> dict[str, ErrorCounts]:
@@ -80,7 +148,7 @@ class Evaluation:
     @property
     def oracle(self) -> ErrorCounts:
         """Errors of the whole set, if the best alternative of each utterance were chosen."""
-        return total(utterance.oracle or utterance.errors for utterance in self.utterances)
+        return total(utterance.oracle or utterance.errors for utterance in self.transcriptions)
 
     @property
     def judged(self) -> list[Judged]:
@@ -101,7 +169,7 @@ class Evaluation:
     @property
     def interval(self) -> list[float] | None:
         """The 95 % confidence interval of the word error rate; None where it is undefined."""
-        low, high = interval([utterance.errors for utterance in self.utterances])
+        low, high = interval([utterance.errors for utterance in self.transcriptions])
         return None if math.isnan(low) else [low, high]
 
     @property
@@ -122,9 +190,14 @@ class Evaluation:
         return [utterance for utterance in order[:count] if utterance.errors.errors]
 
     def summary(self) -> dict[str, Any]:
+        translations, groups = self.translations, self.groups
+        rows = {group: _rates(errors) for group, errors in groups.items()}
+        for group, score in translations.items():
+            rows[group] |= asdict(score)
         return {
             **_rates(self.errors),
-            "rate": self.errors.main_rate[0].lower(),
+            "rate": self.metric.name,
+            **({name: self.value(name) for name in ("bleu", "chrf")} if translations else {}),
             "wer_interval": self.interval,
             **({"oracle": {"nbest": self.nbest, **_rates(self.oracle)}} if self.nbest else {}),
             **self._confidence_row(),
@@ -137,7 +210,7 @@ class Evaluation:
             **({} if self.vad is None else {"vad": self.vad}),
             "failed": len(self.failures),
             "failures": [failure.as_row() for failure in self.failures],
-            "groups": {group: _rates(errors) for group, errors in self.groups.items()},
+            "groups": rows,
         }
 
     def _confidence_row(self) -> dict[str, Any]:
@@ -203,6 +276,7 @@ def save(
             "reference": utterance.reference,
             "hypothesis": utterance.hypothesis,
             "language": utterance.language,
+            **({"group": utterance.group} if utterance.is_translation else {}),
             "duration": round(utterance.duration, 3),
             **_listed(utterance.alternatives),
         }

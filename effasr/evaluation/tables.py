@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from effasr.evaluation.alignment import align
+from effasr.evaluation.metric import BY_NAME
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation
 from effasr.evaluation.wer import ErrorCounts
@@ -31,27 +32,43 @@ def report(evaluation: Evaluation, worst: int = 0) -> str:
 
 
 def wer_table(evaluation: Evaluation) -> str:
-    """Return a row per language, with several languages one for the whole set, and the speed."""
-    table = Table(box=box.MARKDOWN)
-    for column in ("set", "utterances", "words", "WER %", "CER %", "ins", "del", "sub"):
-        table.add_column(column, justify="left" if column == "set" else "right")
-    groups = evaluation.groups
-    for group, errors in groups.items():
-        table.add_row(Text(group), *_cells(errors))
-    if len(groups) != 1:
-        table.add_row("all", *_cells(evaluation.errors))
-    lines = [
-        to_text(table),
+    """Return a row per language, with several languages one for all, and the speed.
+
+    Translations have a table of their own.
+    """
+    translations = evaluation.translations
+    groups = {k: errors for k, errors in evaluation.groups.items() if k not in translations}
+    lines = []
+    if groups or not translations:
+        table = _table("set", "utterances", "words", "WER %", "CER %", "ins", "del", "sub")
+        for group, errors in groups.items():
+            table.add_row(Text(group), *_cells(errors))
+        if len(groups) != 1:
+            table.add_row("all", *_cells(evaluation.errors))
+        lines.append(to_text(table))
+    if translations:
+        table = _table("translations", "utterances", "BLEU", "95 %", "chrF")
+        for group, score in translations.items():
+            low, high = score.bleu_interval
+            figures = f"{score.bleu:.2f}", f"{low:.2f} - {high:.2f}", f"{score.chrf:.2f}"
+            table.add_row(Text(group), str(score.utterances), *figures)
+        lines.append(to_text(table))
+        lines += dict.fromkeys(
+            f"{BY_NAME[name].label} {text}"
+            for score in translations.values()
+            for name, text in score.signatures.items()
+        )
+    lines += [
         f"normalizer {evaluation.normalizer}, RTFx {evaluation.rtfx:.1f} "
         f"({evaluation.audio_seconds:.0f} s of audio in {evaluation.seconds:.1f} s)",
     ]
-    if (interval := evaluation.interval) is not None:
+    if groups and (interval := evaluation.interval) is not None:
         low, high = map(percent, interval)
         lines.append(
             f"95 % confidence interval of the {evaluation.errors.main_rate[0]} (bootstrap over "
             f"utterances): {low} to {high} %"
         )
-    if evaluation.nbest:
+    if groups and evaluation.nbest:
         rate, oracle = evaluation.oracle.main_rate
         lines.append(
             f"{rate} of the best of {evaluation.nbest} alternatives (oracle): {percent(oracle)} %"
@@ -78,6 +95,13 @@ def wer_table(evaluation: Evaluation) -> str:
         if len(first) < len(evaluation.failures):
             lines.append(f"  and {len(evaluation.failures) - len(first)} more")
     return "\n".join(lines) + "\n"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.MARKDOWN)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
 
 
 def worst_table(evaluation: Evaluation, count: int) -> str:

@@ -6,15 +6,20 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import jiwer
+import numpy as np
 
 from effasr.data.scripts import UNSPACED, UNSPACED_CHARACTER, split_words
+from effasr.evaluation.metric import BY_NAME, Metric
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
     """Word and character errors of some utterances; see `total` to add them."""
+
+    metric: ClassVar[Metric] = BY_NAME["wer"]
 
     utterances: int = 0
     words: int = 0  # words of the references
@@ -24,6 +29,17 @@ class ErrorCounts:
     characters: int = 0  # characters of the references; a space between words is one
     character_errors: int = 0  # insertions, deletions and substitutions of characters
     unspaced: int = 0  # characters of the references in scripts without spaces between words
+
+    @property
+    def statistics(self) -> tuple[int, ...]:
+        """Counts whose sums give the word error rate."""
+        return self.errors, self.words
+
+    @classmethod
+    def rates(cls, sums: np.ndarray) -> np.ndarray:
+        """Return the word error rate of each column of sums, float64 (n,); NaN without words."""
+        errors, words = sums
+        return np.divide(errors, words, out=np.full(len(words), np.nan), where=words > 0)
 
     @property
     def errors(self) -> int:

@@ -17,6 +17,7 @@ from effasr import config as configuration
 from effasr.config import RUN_CONFIG
 from effasr.data.locks import LOCK
 from effasr.evaluation.alignment import align
+from effasr.evaluation.metric import BY_NAME, Metric
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import (
     HYPOTHESES,
@@ -128,10 +129,10 @@ def run_page(path: Path, page: Path) -> str:
     return document(path.absolute().name, list(_tiles(run)), sections)
 
 
-def _rate(line: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the rate that is usual for the script of a set."""
-    name = "cer" if line.get("rate") == "cer" else "wer"
-    return name.upper(), line.get(name)
+def _rate(line: Mapping[str, Any]) -> tuple[Metric, Any]:
+    """Return the metric that is usual for the task and the script of a set."""
+    metric = BY_NAME.get(str(line.get("rate")), BY_NAME["wer"])
+    return metric, line.get(metric.name)
 
 
 def _tiles(run: _Run) -> Iterator[tuple[str, str, str]]:
@@ -141,13 +142,16 @@ def _tiles(run: _Run) -> Iterator[tuple[str, str, str]]:
         yield f"step of {limit or '?'}", f"{run.metrics[-1]['step']:,}", state
     for name, lines in run.validations.items():
         if rated := [line for line in lines if _rate(line)[1] is not None]:
-            best = min(rated, key=lambda line: _rate(line)[1])
-            rate, value = _rate(best)
-            yield f"{rate} of {name}", f"{percent(value)} %", f"lowest, at step {best['step']:,}"
+            metric, _ = _rate(rated[-1])
+            choose = max if metric.higher_is_better else min
+            best = choose(rated, key=lambda line: _rate(line)[1])
+            value = metric.text(_rate(best)[1])
+            extreme = "highest" if metric.higher_is_better else "lowest"
+            yield f"{metric.label} of {name}", value, f"{extreme}, at step {best['step']:,}"
     for name, result in run.evaluations.items():
-        rate, value = _rate(result)
+        metric, value = _rate(result)
         if result.get("model"):
-            yield f"{rate} of {name}", f"{percent(value)} %", "by effasr evaluate"
+            yield f"{metric.label} of {name}", metric.text(value), "by effasr evaluate"
     seconds = sum(count * (line.get("audio_seconds") or 0) for line, count in run.counted())
     if seconds:
         yield "audio", f"{seconds / 3600:,.1f} h", "trained on, repetitions included"
@@ -183,6 +187,8 @@ def _curves(run: _Run) -> str:
         line_chart("Loss", losses),
         line_chart("Word error rate of validation", by_set("wer", 100), " %", 0),
         line_chart("Character error rate of validation", by_set("cer", 100), " %", 0),
+        line_chart("BLEU of validation", by_set("bleu", 1), "", 0),
+        line_chart("chrF of validation", by_set("chrf", 1), "", 0),
         line_chart("Loss of validation", by_set("cross_entropy", 1)),
         line_chart("Learning rate", [("lr", "--blue", _curve(lines, "lr"))], "", 0),
         line_chart("Norm of the gradient", [("norm", "--blue", _curve(lines, "grad_norm"))]),
@@ -193,6 +199,8 @@ def _curves(run: _Run) -> str:
 
 def _sets(run: _Run) -> str:
     names = "set", "by", "utterances", "words", "WER %", "95 % interval", "CER %", "failed"
+    # Columns of translations, where a set has some.
+    scores = [x for x in ("bleu", "chrf") if any(x in row for row in run.evaluations.values())]
     rate = lambda value: None if value is None else Cell(percent(value), value)
     rows = [
         (
@@ -201,11 +209,13 @@ def _sets(run: _Run) -> str:
             " to ".join(map(percent, result.get("wer_interval") or ())),
             *(rate(result.get("cer")), result.get("failed")),
             *(result.get("normalizer"), result.get("rtfx")),
+            *(Cell(BY_NAME[each].figure(result.get(each)), result.get(each)) for each in scores),
         )
         for name, result in run.evaluations.items()
     ]
     note = "Intervals are bootstraps over utterances. Of training it is the last validation."
-    return lead(note) + table((*names, "normaliser", "RTFx"), rows, sortable=True) if rows else ""
+    columns = *names, "normaliser", "RTFx", *(BY_NAME[each].label for each in scores)
+    return lead(note) + table(columns, rows, sortable=True) if rows else ""
 
 
 def _worst(run: _Run, players: Players) -> str:
@@ -233,20 +243,24 @@ def _worst(run: _Run, players: Players) -> str:
 def _scored(folder: Path, normalizer: str) -> Evaluation:
     utterances = []
     for row in read_lines(folder / HYPOTHESES):
-        texts = (str(row.get(name) or "") for name in ("language", "reference", "hypothesis"))
-        language, reference, hypothesis = texts
-        normalize = get_normalizer(normalizer, language)
+        reference, hypothesis = (str(row.get(name) or "") for name in ("reference", "hypothesis"))
+        normalize = get_normalizer(normalizer, str(row.get("language") or ""))
         errors = count_errors(normalize(reference), normalize(hypothesis))
         duration = float(row.get("duration") or 0)
-        made = ScoredUtterance(str(row["id"]), language, reference, hypothesis, duration, errors)
-        utterances.append(made)
+        texts = (
+            str(row["id"]),
+            str(row.get("group") or row.get("language") or ""),
+            reference,
+            hypothesis,
+        )
+        utterances.append(ScoredUtterance(*texts, duration, errors))
     return Evaluation(normalizer, tuple(utterances))
 
 
 def _by_length(evaluation: Evaluation) -> str:
     rates = []
     for low, high in pairwise(_LENGTHS):
-        chosen = (each.errors for each in evaluation.utterances if low <= each.duration < high)
+        chosen = (each.errors for each in evaluation.transcriptions if low <= each.duration < high)
         if (errors := total(chosen)).words:
             rates.append(f"{low} to {high} s {percent(errors.wer)} % of {errors.words:,} words")
     return paragraph(f"WER by length: {'; '.join(rates)}.") if rates else ""

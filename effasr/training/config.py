@@ -299,16 +299,18 @@ class EvaluationConfig:
     Attributes:
         max_utterances: Number of utterances of each set, an even sample that ``seed`` chooses;
             null for all.
-        best_by: Metric of the best checkpoint, and of ``training.patience``: word or character
-            error rate, or the loss of the probe (``training.diagnostics``), each over all sets of
-            ``best_sets``. Pretraining on audio alone has its loss.
+        best_by: Metric of the best checkpoint, and of ``training.patience``, over all sets of
+            ``best_sets``: word or character error rate of the transcriptions, BLEU or chrF of the
+            translations (pip install 'effasr[translation]'), the mean over pairs of languages, or
+            the loss of the probe (``training.diagnostics``). auto: BLEU where all utterances are
+            translations, else the word error rate. Pretraining on audio alone has its loss.
         best_sets: Names of these sets, as validation.jsonl has them; empty for all.
         normalizer: Normaliser of both texts before words are compared; see `effasr evaluate`.
         decoding: Decoding.
     """
 
     max_utterances: int | None = None
-    best_by: Literal["wer", "cer", "loss"] = "wer"
+    best_by: Literal["auto", "wer", "cer", "bleu", "chrf", "loss"] = "auto"
     best_sets: tuple[str, ...] = ()
     normalizer: str = "basic"
     decoding: DecodingConfig = field(default_factory=DecodingConfig)

@@ -22,7 +22,6 @@ from effasr.data.prompt import Prompt
 from effasr.data.worker_processes import check_open_files
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext, distributed_context
-from effasr.evaluation.wer import total
 from effasr.model.asr import Durations
 from effasr.nn.lora import merged
 from effasr.nn.parameters import matching
@@ -377,10 +376,8 @@ class Trainer:
     @property
     def _patience_line(self) -> str:
         count, best = self.progress.validations_since_best, self.progress.best
-        return (
-            f"no better {self.config.evaluation.best_by} than {best:.4g} in {count} validations "
-            "(training.patience)"
-        )
+        by = self.config.evaluation.best_by if self.validate is None else self.validate.metric.name
+        return f"no better {by} than {best:.4g} in {count} validations (training.patience)"
 
     def _handle_nonfinite(self, *, keep_pending: int) -> None:
         """Read the reports but the newest ``leave`` and handle the skipped updates among them."""
@@ -433,7 +430,8 @@ class Trainer:
             metric = self._record_transcripts(cast("Mapping[str, SetResult]", results))
         if window is None:
             self.progress.validation = self.validate.fingerprint
-            self.progress.record_metric(metric if are_finite else math.nan)
+            value = metric if are_finite else math.nan
+            self.progress.record_metric(value, self.validate.metric)
         self._clock.reset("validate_every")
         return True
 
@@ -477,12 +475,16 @@ class Trainer:
         if not all(map(math.isfinite, probe.summary().values())):
             self.log.show(f"step {step}: the validation loss is not finite: this is never the best")
             return math.nan
+        # Imported here, as only a run that validates needs it.
+        from effasr.evaluation.result import merge
+
         results_of_best = self._choosing(results)
-        by = self.config.evaluation.best_by
+        assert self.validate is not None
+        by = self.validate.metric.name
         if by == "loss":
             sums = reduce(add, (result.probe for result in results_of_best))
             return math.nan if sums.loss is None else sums.loss
-        return getattr(total(result.evaluation.errors for result in results_of_best), by)
+        return merge([result.evaluation for result in results_of_best]).value(by)
 
     def _choosing(self, results: Mapping[str, T]) -> list[T]:
         """Return the results of the sets that choose the best checkpoint."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from lhotse.cut import Cut
 
 from effasr import config as configuration
+from effasr.checks import check
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.pairs import TextPair, is_text_only, pairs
 from effasr.data.manifest.reader import iterate
@@ -23,8 +24,10 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import evaluate, evaluate_pairs, shard
+from effasr.evaluation.metric import BY_NAME
 from effasr.evaluation.normalizer import get_normalizer
 from effasr.evaluation.result import Evaluation, free_set_name, merge
+from effasr.evaluation.translation import check_package
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.training.config import TrainConfig
@@ -75,6 +78,7 @@ class Validator:
         digest = hashlib.sha256(repr(configuration.to_mapping(self._config)).encode())
         self._sets: dict[str, list[Cut] | list[TextPair]] = {}
         self._probes: dict[str, Probe] = {}
+        tasks: dict[str, set[str]] = {}
         diagnostics = config.training.diagnostics
         for path in config.data.validation:
             name = free_set_name(path, self._sets)
@@ -83,6 +87,7 @@ class Validator:
                 TextToText(model, tokenizer, self._config.decoding)
                 members = even_sample(pairs(path), self._config.max_utterances, config.seed)
                 _check_experts(config.model, members)
+                tasks[name] = {pair.prompt.task for pair in members}
                 digest.update(repr([(pair.source, pair.text) for pair in members]).encode())
                 self._sets[name] = members[context.rank :: context.size]
                 continue
@@ -91,7 +96,7 @@ class Validator:
             cuts = even_sample(read, self._config.max_utterances, config.seed)
             if not cuts:
                 raise ValueError(f"{path}: holds no utterances.")
-            _check_scorable(path, cuts, recognizer, config)
+            tasks[name] = _check_scorable(path, cuts, recognizer, config)
             digest.update(repr([(cut.id, cut.duration, _texts(cut)) for cut in cuts]).encode())
             self._sets[name] = part = shard(cuts, context.rank, context.size)
             # Language models have no per-utterance losses.
@@ -107,10 +112,19 @@ class Validator:
                     precision=self._config.decoding.precision,
                 )
         check_best_sets(config, self._sets)
-        if self._config.best_by == "loss" and not self._probes:
+        if any("translate" in names for names in tasks.values()):
+            check_package()
+        by = self._config.best_by
+        best = set().union(*(tasks[name] for name in self._config.best_sets or tasks))
+        if by == "auto":
+            by = "bleu" if best == {"translate"} else "wer"
+        rule = "be auto, wer, cer or loss for sets without translations"
+        check(by not in ("bleu", "chrf") or "translate" in best, "evaluation.best_by", rule, by)
+        self.metric = BY_NAME[by]
+        if by == "loss" and not self._probes:
             raise ValueError(
-                "`evaluation.best_by` must be wer or cer for a language model, for text pairs, and "
-                "without training.diagnostics.probe_utterances, which have no loss, but is loss."
+                "`evaluation.best_by` must not be loss for a language model, for text pairs, and "
+                "without training.diagnostics.probe_utterances, which have none: leave it out."
             )
         # Of the sets and how they are scored: results are only comparable where it is the same.
         self.fingerprint = digest.hexdigest()
@@ -166,9 +180,9 @@ def _texts(cut: Cut) -> list[str | None]:
 
 def _check_scorable(
     path: str, cuts: Sequence[Cut], recognizer: Recognizer, config: TrainConfig
-) -> None:
-    """Check that the model can be scored on a set, with the limit of the training set."""
-    reasons, words = [], 0
+) -> set[str]:
+    """Check that a set can be scored, with the limit of the training set; return its tasks."""
+    reasons, words, tasks = [], 0, set()
     normalize = get_normalizer(config.evaluation.normalizer)
     for cut in cuts:
         texts = _texts(cut)
@@ -176,11 +190,13 @@ def _check_scorable(
             reasons.append(f"{cut.id}: no reference text: the cut needs one supervision")
             continue
         try:
-            recognizer.prompt(prompt_of(cut))
+            prompt = prompt_of(cut)
+            recognizer.prompt(prompt)
         except ValueError as error:
             reasons.append(f"{cut.id}: {error}")
         else:
             words += len(normalize(texts[0]).split())
+            tasks.add(prompt.task)
     limit = config.data.filters.max_dropped
     problem = f"{len(reasons)} of {len(cuts)} utterances cannot be scored"
     if len(reasons) > limit * len(cuts) or len(reasons) == len(cuts):
@@ -192,6 +208,7 @@ def _check_scorable(
         raise ValueError(f"{path}: no reference has a word: give `text`, or data.validation=[].")
     if reasons:
         log.warning("%s: %s; the first: %s", path, problem, reasons[0])
+    return tasks
 
 
 def _check_experts(config: ModelConfig, members: Sequence[TextPair]) -> None:

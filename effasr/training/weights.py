@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -144,10 +144,11 @@ def replaces_tokenizer(tokenizer: str, source: Path) -> bool:
 def _load_for_tokenizer(
     model: ASRModel, source: Path, tokenizer: Tokenizer, only: tuple[str, ...]
 ) -> None:
-    """Load a model, but for the rows of tokens that its own tokenizer lacks.
+    """Load a model, and make rows of the tokens that its own tokenizer lacks.
 
-    The rows of pieces that both tokenizers have move to their new places; the other rows stay
-    as they were initialised. All other weights are read, with those of the blank and of durations.
+    The rows of pieces that both tokenizers have move to their new places; that of a piece which the
+    old tokenizer spells by several is their mean; the others stay as they were initialised. All
+    other weights are read, with those of the blank and of durations.
     """
     description = checkpoint.read_description(source)
     decoder = model.config.decoder
@@ -157,22 +158,29 @@ def _load_for_tokenizer(
             "are never written (model.decoder.suppress), whose numbers are those of its own "
             "tokenizer: set suppress and begin_suppress to [], or leave data.tokenizer out."
         )
-    moves = shared_pieces(checkpoint.read_tokenizer(source), tokenizer)
+    before = checkpoint.read_tokenizer(source)
+    moves = shared_pieces(before, tokenizer)
+    spelled = spell_pieces(before, tokenizer, moves)
     initial = model.state_dict()
 
     def move_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         for name in weights.keys() & initial.keys() & set(TOKEN_TABLES):
+            old = weights[name]
             weights[name] = _with_moved_rows(
-                weights[name], initial[name], moves, description.vocab_size, tokenizer.vocab_size
+                old, initial[name], moves, description.vocab_size, tokenizer.vocab_size
             )
+            for number, ids in spelled.items():
+                weights[name][number] = old[ids].float().mean(0)
         return weights
 
     checkpoint.load_weights(model, source, only=only, change=move_rows)
     log.warning(
         "the tokenizer of init_from is replaced: the model keeps its weights for %d of the %d "
-        "pieces of data.tokenizer, and learns the others anew",
+        "pieces of data.tokenizer, begins with the mean of the pieces that spell it for %d, and "
+        "learns the others anew",
         len(moves),
         tokenizer.vocab_size,
+        len(spelled),
     )
 
 
@@ -190,6 +198,29 @@ def shared_pieces(old: Tokenizer, new: Tokenizer) -> dict[int, int]:
         for number, piece in enumerate(new.pieces())
         if piece in first
     }
+
+
+def spell_pieces(old: Tokenizer, new: Tokenizer, known: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return the old ids that spell each new piece, by its id, where the old tokenizer can.
+
+    Of its languages, the one that needs the fewest pieces is taken.
+    """
+    before, spelled = old.pieces(), {}
+    skipped = {*known, *new.specials.values()}
+    for number, piece in enumerate(new.pieces()):
+        text = piece.replace("▁", " ").strip()
+        if number in skipped or not text:
+            continue
+        ways = []
+        for language in old.languages or ("",):
+            ids = old.encode(text, language)
+            if not piece.startswith("▁") and len(ids) > 1 and before[ids[0]] == "▁":
+                ids = ids[1:]  # only a text, and no piece within a word, begins with a space
+            if ids and not old.count_unknown(ids):
+                ways.append(ids)
+        if ways:
+            spelled[number] = min(ways, key=len)
+    return spelled
 
 
 def _with_moved_rows(

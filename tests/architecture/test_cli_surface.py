@@ -53,7 +53,7 @@ SURFACE = {
     "tokenizer": [
         "MANIFEST...", "OUT", "--language LANG", "--vocab-size N", "--shared",
         "--subsampling {4,8}", "--model-type {unigram,bpe}",
-        "--normalization {identity,nfc,nfkc}", "--coverage X", "--byte-fallback",
+        "--normalization {identity,nfc,nfkc}", "--coverage X", "--extend MODEL", "--byte-fallback",
     ],
     "init": [
         "TRAIN...", "--dev MANIFEST", "--output FILE.yaml", "--tokenizer FOLDER",

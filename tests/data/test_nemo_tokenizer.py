@@ -153,6 +153,19 @@ def test_bad_models_are_refused(tokenizers) -> None:
         tokenizers["canary"].decode([60])
 
 
+def test_a_language_of_the_prompts_can_follow(tokenizers) -> None:
+    for case, tokenizer in tokenizers.items():
+        model = next(iter(tokenizer.models.values()))
+        name = next(iter(set(tokenizer.sources) - set(tokenizer.languages)), "xx")
+        if tokenizer.is_unified or (tokenizer.prompt_format and name == "xx"):
+            with pytest.raises(ValueError, match="`extend` must be a tokenizer with a model and"):
+                tokenizer.extended({name: model})
+            continue
+        longer = tokenizer.extended({name: model})
+        assert longer.pieces()[: tokenizer.vocab_size] == tokenizer.pieces(), case
+        assert {*longer.languages} - {*tokenizer.languages} == {name}
+
+
 def test_long_codes_are_found_by_short_ones(tokenizers) -> None:
     """As NeMo maps canary-1b's languages to models named en-US and the like."""
     models = tokenizers["canary"].models

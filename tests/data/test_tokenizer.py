@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import (
     CanaryTokenizer,
+    NoTokenizer,
     ParakeetTokenizer,
     SentencePieceTokenizer,
     UnknownLanguageError,
@@ -60,9 +61,41 @@ def test_languages_that_share_a_model_have_the_same_pieces(tmp_path) -> None:
         again.encode("un", "fr")
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_further_languages_change_no_id(tmp_path, shared) -> None:
+    """Two extensions, of which the alphabet has the second before all others."""
+    texts = {"en": ENGLISH, "de": GERMAN}
+    first = train_tokenizer(texts, tmp_path / "first", vocab_size=40, shared=shared, sources=["it"])
+    dutch = {"nl": ["een twee drie vier vijf", "zes zeven acht negen tien"] * 20}
+    second = train_tokenizer(dutch, tmp_path / "second", vocab_size=30, extend=first)
+    third = second.extended({"af": second.models["nl"]})
+    third.save(tmp_path / "third")
+    for item in (second, third, load_tokenizer(tmp_path / "third")):
+        assert item.pieces()[: first.vocab_size] == first.pieces()
+        assert first.specials.items() < item.specials.items()
+        assert len(set(item.pieces()) & set(item.specials)) == len(item.specials)
+        for text, language in (("zwei drei", "de"), ("two ten", "en")):
+            assert item.encode(text, language) == first.encode(text, language)
+        ids = item.encode("twee vijf", "nl")
+        assert min(ids) > item.specials["<|nl|>"] == first.vocab_size
+        prompt = item.prompt(Prompt(source="it", target="nl", task="translate"))
+        assert item.decode([*prompt, *ids, item.eos_id]) == "twee vijf"
+        assert item.blank_id == item.vocab_size > max(ids)
+    assert third.languages == ("af", "de", "en", "nl")
+    assert third.sources == ("af", "de", "en", "it", "nl")
+    assert min(third.encode("tien", "af")) > second.vocab_size
+    for known in ("de", "it"):
+        with pytest.raises(ValueError, match=f"lacks .* but is one with {known}: leave"):
+            train_tokenizer({known: GERMAN}, tmp_path / "no", extend=first)
+    with pytest.raises(ValueError, match=r"`extend` must be .* but is one without sv: add texts"):
+        train_tokenizer(dutch, tmp_path / "no", sources=["sv"], extend=first)
+    with pytest.raises(ValueError, match=r"`extend` must be .* but is a NoTokenizer"):
+        train_tokenizer(dutch, tmp_path / "no", extend=NoTokenizer())
+
+
 def test_models_of_languages_are_not_shared(both) -> None:
     models = {"en": both.models["en"], "de": both.models["en"]}
-    with pytest.raises(ValueError, match=r"`models` must hold one model .* holds 2: en, de"):
+    with pytest.raises(ValueError, match=r"`models` must hold one model .* holds 2: de, en"):
         SentencePieceTokenizer(models, sharing=["en", "de"])
 
 

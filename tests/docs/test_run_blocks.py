@@ -104,6 +104,8 @@ def trained(tmp_path_factory):
             write_manifest(folder, name, count)
         for name in ("train", "dev"):
             assert cli.main(["prepare", f"{name}.jsonl", f"data/{name}"]) == 0
+            dutch = Path(f"{name}.jsonl").read_text().replace('"lang": "en"', '"lang": "nl"')
+            Path({"train": "dutch.jsonl", "dev": "dutch_dev.jsonl"}[name]).write_text(dutch)
         command = ["tokenizer", "data/train", "data/tokenizer", "--vocab-size", "30"]
         assert cli.main(command) == 0
         recipe = RECIPE.format(folder="data").replace("data/runs", "runs")

@@ -76,7 +76,9 @@ def test_hypotheses_are_those_of_transcribe(evaluation, model, tokenizer, cuts, 
 
 
 def test_the_rate_is_that_of_the_pairs(evaluation):
-    pairs = [(u.reference.lower(), u.hypothesis.lower()) for u in evaluation.utterances]
+    """Of the transcriptions: BLEU judges the translations."""
+    spoken = [u for u in evaluation.utterances if u.group != "de->en"]
+    pairs = [(u.reference.lower(), u.hypothesis.lower()) for u in spoken]
     pairs = [(r.replace(",", "").replace("!", ""), h) for r, h in pairs]
     spoken = [(r, h) for r, h in pairs if r]
     errors = jiwer.process_words([r for r, _ in spoken], [h for _, h in spoken])
@@ -84,14 +86,14 @@ def test_the_rate_is_that_of_the_pairs(evaluation):
     total = errors.insertions + errors.deletions + errors.substitutions + inserted
     words = sum(len(r.split()) for r, _ in pairs)
     assert evaluation.wer == pytest.approx(total / words)
-    assert evaluation.errors.words == words == 11
+    assert evaluation.errors.words == words == 10
 
 
 def test_groups_add_up_to_the_whole(evaluation):
     groups = evaluation.groups
     assert list(groups) == ["de", "de->en", "en"]
     assert [groups[g].utterances for g in groups] == [2, 1, 4]
-    assert sum(g.errors for g in groups.values()) == evaluation.errors.errors
+    assert groups["de"].errors + groups["en"].errors == evaluation.errors.errors
     assert groups["de"].words == 3
 
 
@@ -170,7 +172,7 @@ def test_files(evaluation, tmp_path):
     rates = json.loads((folder / "wer.json").read_text())
     counts = evaluation.errors
     assert (rates["wer"], rates["cer"]) == pytest.approx((counts.wer, counts.cer))
-    whole = {"insertions": counts.insertions, "words": counts.words, "utterances": 7}
+    whole = {"insertions": counts.insertions, "words": counts.words, "utterances": 6}
     assert rates | whole == rates
     assert rates["deletions"] + rates["substitutions"] + rates["insertions"] == counts.errors
     assert rates["rtfx"] == pytest.approx(evaluation.audio_seconds / 2.0, abs=0.01)

@@ -81,7 +81,7 @@ def test_spaces_in_chinese_are_no_errors():
 
 def test_files_and_tables_have_the_main_rate_and_the_language(tmp_path):
     texts = ("\u4f60\u597d\u4e16\u754c", "\u4f60 \u597d \u65f6\u754c")
-    scored = ScoredUtterance("a", "en->zh", *texts, 1.0, count_errors(*texts))
+    scored = ScoredUtterance("a", "zh", *texts, 1.0, count_errors(*texts))
     turkish = ("ISI", "\u0131s\u0131")
     lower = get_normalizer("basic", "tr")
     errors = count_errors(*map(lower, turkish))
@@ -90,6 +90,6 @@ def test_files_and_tables_have_the_main_rate_and_the_language(tmp_path):
     save(evaluation, tmp_path / "x" / "set")
     assert json.loads((tmp_path / "x" / "set" / "wer.json").read_text())["rate"] == "cer"
     (read,) = read_run(tmp_path / "x" / "set")
-    assert read.errors == {"a": scored.errors, "b": errors}
+    assert read.counts == {"a": scored.errors, "b": errors}
     assert errors.errors == 0
     assert "\u4f60 \u597d \u65f6 \u754c (a)" in (tmp_path / "x" / "set" / "hyp.trn").read_text()

@@ -11,8 +11,10 @@ from effasr.cli.main import build_parser
 from effasr.cli.options import decoding_config
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.hypothesis import ScoreParts
+from effasr.evaluation.translation import TranslationCounts, count_ngrams
 from effasr.evaluation.tuning.decoding_file import write_decoding
 from effasr.evaluation.tuning.weights import GRIDS, NBestLists, Weights, best_weights, tunable
+from effasr.evaluation.wer import count_errors
 from effasr.transcription.results import Alternative, Correction, Segment, Transcription
 from tests.support.recognition import write_set
 
@@ -20,7 +22,13 @@ SECOND = DecodingConfig(beam=4, nbest=4, second_lm=Path("lm"))
 JOINT = DecodingConfig(beam=4, nbest=4, ctc_weight=0.3)
 
 
-def draw_lists(config, start, truth=None, *, count=150, size=4, segments=1, seed=0) -> NBestLists:
+def bleu(reference: str, text: str) -> TranslationCounts:
+    return count_ngrams(reference, text, "en")
+
+
+def draw_lists(
+    config, start, truth=None, *, count=150, size=4, segments=1, seed=0, judge=count_errors
+) -> NBestLists:
     """Lists of random scores; the references are what ``truth`` chooses, or chance."""
     draw = np.random.default_rng(seed)
     utterances = []
@@ -43,7 +51,7 @@ def draw_lists(config, start, truth=None, *, count=150, size=4, segments=1, seed
             texts.append(listed[int(np.argmax(ranks))].text)
         message = Transcription(str(number), 1.0, "", tuple(parts))
         utterances.append((" ".join(texts), message))
-    return NBestLists(utterances, config, start, [str] * len(utterances))
+    return NBestLists(utterances, config, start, [judge] * len(utterances))
 
 
 def _rank(config, weights, own, ctc, lm, words) -> float:
@@ -53,7 +61,7 @@ def _rank(config, weights, own, ctc, lm, words) -> float:
     return score + weights.second_lm_weight * lm + weights.second_word_bonus * words
 
 
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize(("segments", "judge"), [(1, count_errors), (2, count_errors), (1, bleu)])
 @pytest.mark.parametrize(
     ("config", "planted"),
     [
@@ -61,13 +69,13 @@ def _rank(config, weights, own, ctc, lm, words) -> float:
         (JOINT, {"ctc_weight": 0.8, "length_penalty": 0.4}),
     ],
 )
-def test_planted_weights_are_found(config, planted, segments):
+def test_planted_weights_are_found(config, planted, segments, judge):
     start = Weights.from_config(config, "attention")
     truth = replace(start, **planted)
-    lists = draw_lists(config, start, truth, segments=segments)
+    lists = draw_lists(config, start, truth, segments=segments, judge=judge)
     assert sum(lists.word_errors(start)) > 50
     result = best_weights(lists, start, {name: GRIDS[name] for name in planted})
-    assert sum(lists.word_errors(result)) == 0
+    assert sum(lists.word_errors(result)) == pytest.approx(0, abs=1e-9)
     assert result == truth
 
 
@@ -108,7 +116,7 @@ def test_what_the_weights_do_not_explain_is_kept():
     )
     message = Transcription("u", 1.0, "a", (Segment(0.0, 1.0, "a", alternatives=listed),))
     start = replace(start, length_penalty=0.0)
-    lists = NBestLists([("a", message)], JOINT, start, [str])
+    lists = NBestLists([("a", message)], JOINT, start, [count_errors])
     assert lists.choices(start).tolist() == [0]
 
 
@@ -137,7 +145,7 @@ def test_the_margin_of_a_corrector_is_found():
             segment = Segment(0.0, 1.0, right, alternatives=listed)
         utterances.append((right, Transcription(str(number), 1.0, "", (segment,))))
     start = Weights.from_config(config, "attention")
-    lists = NBestLists(utterances, config, start, [str] * len(utterances))
+    lists = NBestLists(utterances, config, start, [count_errors] * len(utterances))
     assert sum(lists.word_errors(start)) > 5
     result = best_weights(lists, start, {"corrector_margin": GRIDS["corrector_margin"]})
     assert result.corrector_margin == 3.0
@@ -186,5 +194,10 @@ def test_the_command_tunes_on_a_set(effasr, tmp_path, saved, noise):
     assert len(provided.split("|")) == len(tuned.split("|")) == 7
     assert "of 4 alternatives (oracle)" in done.out
     assert out.read_text().startswith("# effasr tune on set: 3 utterances, WER of the choice among")
+    rows = manifest.read_text().replace("{", '{"lang": "en", "target_lang": "de", ')
+    manifest.write_text(rows)
+    done = effasr(*command[:2], manifest, *command[3:], "--beam", "4", "--output", out)
+    assert "| BLEU |" in " ".join(done.out.split())
+    assert "utterances, BLEU of the choice among" in out.read_text()
     command = ("evaluate", "--run", saved, "--manifest", manifest, "--device", "cpu")
     assert effasr(*command, "--decoding", out, "--nbest", "4").code == 0

@@ -56,7 +56,8 @@ def errors(words=100, insertions=0, deletions=0, substitutions=0, utterances=20)
 
 
 def validation(epoch=5, counts=None, loops=0, train=None, **sums) -> Validation:
-    return Validation(epoch, counts or errors(), loops, ProbeSums(**sums), train or {})
+    counts = counts or errors()
+    return Validation(epoch, counts, counts.utterances, loops, ProbeSums(**sums), train or {})
 
 
 @pytest.mark.parametrize("frames_per_token", [1.5, 4.0, 12.0])

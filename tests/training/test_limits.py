@@ -5,7 +5,6 @@ import resource
 import signal
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from effasr import config as configuration
 from effasr.data.loader import Loader
 from effasr.data.worker_processes import check_open_files
 from effasr.distributed.process_group import DistributedContext
+from effasr.evaluation.result import Evaluation
 from effasr.optim.schedules import ScheduleConfig
-from effasr.training import trainer, validation
+from effasr.training import validation
 from effasr.training.config import EvaluationConfig, TrainConfig
 from effasr.training.fault_tolerance.stop import StopInterrupt, StopRequest, listening
 from effasr.training.resolve import check_effects, resolve
@@ -136,7 +136,7 @@ def test_a_limit_of_time_ends_a_phase_without_steps():
 
 def scored(monkeypatch, *rates: float) -> None:
     values = iter(rates)
-    monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(values)))
+    monkeypatch.setattr(Evaluation, "value", lambda *_: next(values))
 
 
 def test_patience_ends_a_run_and_its_count_outlives_a_stop(
@@ -188,6 +188,8 @@ def test_the_best_is_chosen_by_a_metric_of_some_sets(make_config, tones, tmp_pat
     assert state["best"] == line["other"][name]
     with pytest.raises(ValueError, match=r"best_sets` must name .* \(test, other\), .* 'dev'"):
         run(replace(config, name="b", evaluation=EvaluationConfig(best_sets=("dev",))))
+    with pytest.raises(ValueError, match=r"best_by` must be auto, wer, cer or loss .* but is bleu"):
+        run(replace(config, name="b", evaluation=EvaluationConfig(best_by="bleu")))
 
 
 def test_noam_takes_the_width_of_the_encoder(make_config):

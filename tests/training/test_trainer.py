@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from effasr.data.filters.config import FilterConfig
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import train_tokenizer
 from effasr.evaluation.evaluate import evaluate
+from effasr.evaluation.result import Evaluation
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import resolve as resolving
 from effasr.training import trainer, validation
@@ -269,7 +269,7 @@ def test_a_corpus_that_fills_little_of_a_batch_is_said(make_config, capsys, budg
 def test_validation_is_evaluation_and_marks_the_best(make_config, tmp_path, tones, monkeypatch):
     test = str(tones / "test.jsonl")
     rates = iter([0.5, 0.2, 0.9])
-    monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
+    monkeypatch.setattr(Evaluation, "value", lambda *_: next(rates))
     config = make_config(
         data={"validation": test}, training={"validate_every": 4, "keep": 1, "max_steps": 12}
     )
@@ -294,7 +294,7 @@ def test_validation_is_evaluation_and_marks_the_best(make_config, tmp_path, tone
 
 def test_the_best_is_marked_by_the_next_start(make_config, tmp_path, tones, monkeypatch):
     rates = iter([0.5, 0.9, 0.8])
-    monkeypatch.setattr(trainer, "total", lambda _: SimpleNamespace(wer=next(rates)))
+    monkeypatch.setattr(Evaluation, "value", lambda *_: next(rates))
     data = {"validation": str(tones / "test.jsonl")}
     # A checkpoint in the background could be killed before or after the next validation.
     training = {"validate_every": 4, "keep": 1, "async_save": False}

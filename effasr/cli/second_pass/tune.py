@@ -33,7 +33,7 @@ def add(command: AddCommand) -> None:
     parser = command(
         "tune",
         run,
-        "Choose the weights of a search by the word errors on a dev set.",
+        "Choose the weights of a search by WER, or BLEU of translations, on a dev set.",
         "The set is decoded once, with the N best texts of each utterance and their scores by each",
         "part: decoder and CTC, --lm, --second-lm. --ctc-weight, --lm-weight, --length-penalty,",
         "--second-lm-weight and --second-word-bonus are chosen among these texts, as far as they",

@@ -81,6 +81,13 @@ class NeMoTokenizer(AggregateTokenizer):
         """Whether one model serves all languages."""
         return self._names == [UNIFIED]
 
+    def extended(self, models: Mapping[str, bytes]) -> NeMoTokenizer:
+        missing = [name for name in models if self.specials and f"<|{name}|>" not in self.specials]
+        rule = "be a tokenizer with a model and, for prompts, a special token for each language"
+        value = "with one model for all" if self.is_unified else f"without {', '.join(missing)}"
+        check(not self.is_unified and not missing, "extend", rule, f"one {value}")
+        return NeMoTokenizer({**self.models, **models}, self.prompt_format)
+
     @property
     def pieces_by_model(self) -> list[list[str]]:
         """The tokens of each model, in the order of their ids."""

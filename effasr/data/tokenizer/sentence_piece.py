@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +41,17 @@ _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 class AggregateTokenizer(Tokenizer):
     """SentencePiece models whose ids follow one another."""
 
-    def __init__(self, models: Mapping[str, bytes], first: int = 0) -> None:
+    normalization: Normalization | None = None
+
+    def __init__(self, models: Mapping[str, bytes], gaps: Mapping[str, int] | None = None) -> None:
+        """Leave a gap of so many ids before the pieces of a model."""
         self.models = dict(models)
         self._names = list(models)
         self._processors = [load_processor(name, data) for name, data in models.items()]
         self._sizes = [processor.vocab_size() for processor in self._processors]
-        *self._offsets, self.vocab_size = accumulate(self._sizes, initial=first)
+        before = [(gaps or {}).get(name, 0) for name in models]
+        self._offsets = list(accumulate(map(add, before, [0, *self._sizes])))
+        self.vocab_size = self._offsets[-1] + self._sizes[-1]
         self._unknown = {
             offset + processor.unk_id()
             for offset, processor in zip(self._offsets, self._processors, strict=True)
@@ -59,6 +66,10 @@ class AggregateTokenizer(Tokenizer):
             for piece in range(processor.vocab_size()):
                 names[offset + piece] = processor.id_to_piece(piece)
         return [names.get(number, f"<{number}>") for number in range(self.vocab_size)]
+
+    @abstractmethod
+    def extended(self, models: Mapping[str, bytes]) -> AggregateTokenizer:
+        """Return a tokenizer with further languages, in which each id means what it did."""
 
     def _encode(self, text: str, place: int) -> list[int]:
         return [self._offsets[place] + piece for piece in self._processors[place].encode(text)]
@@ -83,7 +94,8 @@ class AggregateTokenizer(Tokenizer):
 class SentencePieceTokenizer(AggregateTokenizer):
     """Ids: the special tokens, then the pieces of each language in alphabetical order.
 
-    Languages may also share one model, and then have the same pieces. A prompt is
+    Languages may also share one model, and then have the same pieces. Those that were ``added``
+    follow, each with its special token and a model, so that the other ids stay. A prompt is
     ``<|startoftranscript|> <|source|> <|task|> <|target|> <|pnc|>``.
     """
 
@@ -93,30 +105,47 @@ class SentencePieceTokenizer(AggregateTokenizer):
         sources: Sequence[str] = (),
         *,
         sharing: Sequence[str] = (),
+        added: Sequence[str] = (),
         normalization: Normalization | None = None,
         subsampling: int | None = None,
     ) -> None:
         """Put languages together."""
         check(models, "models", "hold at least one language", "empty")
-        if sharing and len(models) != 1:
+        first = sorted(models.keys() - set(added))
+        if sharing and len(first) != 1:
             raise ValueError(
-                f"`models` must hold one model for `sharing`, but holds {len(models)}: "
-                f"{', '.join(models)}."
+                f"`models` must hold one model for `sharing`, but holds {len(first)}: "
+                f"{', '.join(first)}."
             )
         check(subsampling in (None, 4, 8), "subsampling", "be 4 or 8", repr(subsampling))
         self.normalization, self.subsampling = normalization, subsampling
-        self.languages = tuple(sorted(sharing or models))
-        self.is_shared = bool(sharing)
-        self.sources = tuple(sorted({*self.languages, *sources}))
-        tags = [f"<|{language}|>" for language in self.sources]
+        self.is_shared, self.added = bool(sharing), tuple(added)
+        self._sharing, self._spoken = tuple(sharing), tuple(sources)
+        languages = sorted({*(sharing or first), *sources} - set(added))
+        tags = [f"<|{language}|>" for language in languages]
         names = [_PAD, _EOS, _START, *_TASKS, *_PUNCTUATION, *tags]
         self.specials = {name: index for index, name in enumerate(names)}
         self.pad_id = self.specials[_PAD]
         self.eos_id = self.specials[_EOS]
-        super().__init__({name: models[name] for name in sorted(models)}, len(names))
-        self._places = {
-            language: 0 if sharing else position for position, language in enumerate(self.languages)
-        }
+        gaps = {first[0]: len(names), **dict.fromkeys(added, 1)}
+        super().__init__({name: models[name] for name in (*first, *added)}, gaps)
+        places = {name: position for position, name in enumerate(self._names)}
+        self._places = {language: places.get(language, 0) for language in (*sharing, *places)}
+        self._places.pop(SHARED if sharing else "", None)
+        self.specials |= {f"<|{name}|>": self._offsets[places[name]] - 1 for name in added}
+        self._skipped = set(self.specials.values())
+        self.languages = tuple(sorted(self._places))
+        self.sources = tuple(sorted({*languages, *added}))
+
+    def extended(self, models: Mapping[str, bytes]) -> SentencePieceTokenizer:
+        return SentencePieceTokenizer(
+            {**self.models, **models},
+            self._spoken,
+            sharing=self._sharing,
+            added=(*self.added, *models),
+            normalization=self.normalization,
+            subsampling=self.subsampling,
+        )
 
     def encode(self, text: str, language: str) -> list[int]:
         language = language_among(language, self.languages, "text")
@@ -127,7 +156,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Runs of pieces of different languages are joined by a space."""
-        pieces = [token for token in check_ids(ids, self.vocab_size) if token >= self._offsets[0]]
+        pieces = [x for x in check_ids(ids, self.vocab_size) if x not in self._skipped]
         return " ".join(
             self._processors[position].decode(local) for position, local in self._runs(pieces)
         )
@@ -154,6 +183,8 @@ class SentencePieceTokenizer(AggregateTokenizer):
                 for language, place in self._places.items()
             },
         }
+        if self.added:
+            metadata["added"] = list(self.added)
         if self.normalization is not None:
             metadata["normalization"] = self.normalization
         if self.subsampling is not None:
@@ -166,12 +197,15 @@ class SentencePieceTokenizer(AggregateTokenizer):
         path = Path(directory) / METADATA_FILE
         metadata = read_metadata(path, "train the tokenizer again")
         files = {name: entry["model"] for name, entry in metadata["languages"].items()}
-        sharing: Sequence[str] = ()
-        if set(files.values()) == {f"{SHARED}.model"}:
-            sharing, files = list(files), {SHARED: f"{SHARED}.model"}
+        shared = f"{SHARED}.model"
+        sharing = [name for name, file in files.items() if file == shared]
+        if sharing:
+            files = {SHARED: shared, **{x: file for x, file in files.items() if file != shared}}
         models = read_models(path.parent, files, "copy it there")
         options = {name: metadata.get(name) for name in ("normalization", "subsampling")}
-        tokenizer = cls(models, metadata["sources"], sharing=sharing, **options)
+        tokenizer = cls(
+            models, metadata["sources"], sharing=sharing, added=metadata.get("added", ()), **options
+        )
         if list(tokenizer.specials) != metadata["specials"] or (
             tokenizer.vocab_size != metadata["vocab_size"]
         ):

@@ -16,8 +16,10 @@ from typing import Any, Literal
 import sentencepiece
 
 from effasr.checks import check
+from effasr.data.tokenizer.base import Tokenizer
 from effasr.data.tokenizer.sentence_piece import (
     SHARED,
+    AggregateTokenizer,
     Normalization,
     SentencePieceTokenizer,
     model_file,
@@ -54,15 +56,21 @@ def train_tokenizer(
     sources: Sequence[str] = (),
     shared: bool = False,
     subsampling: int | None = None,
+    extend: Tokenizer | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> SentencePieceTokenizer:
+) -> AggregateTokenizer:
     """Train a vocabulary for each language, or one for all, and write them together.
+
+    With ``extend``, the languages are added to that tokenizer, whose ids and normalization stay.
 
     The same texts in the same order give the same files. Of more than two million texts a
     fixed random part is used. ``subsampling``, that of the models which the sizes are for, is
     stored.
     """
     check(texts_by_language, "texts_by_language", "name at least one language", "empty")
+    base = None if extend is None else _check_extends(extend, texts_by_language, sources)
+    if base is not None:
+        normalization = base.normalization or normalization
     options: dict[str, Any] = {
         "normalization": normalization, "byte_fallback": byte_fallback, "coverage": coverage
     }  # fmt: skip
@@ -92,8 +100,30 @@ def train_tokenizer(
             model_type,
             **options,
         )
-    tokenizer = SentencePieceTokenizer(models, sources, **stored)
-    tokenizer.save(out)
+    if base is None:
+        base = SentencePieceTokenizer(models, sources, **stored)
+    else:
+        base = base.extended(models)
+    base.save(out)
+    return base
+
+
+def _check_extends(
+    tokenizer: Tokenizer, languages: Iterable[str], spoken: Iterable[str]
+) -> AggregateTokenizer:
+    if not isinstance(tokenizer, AggregateTokenizer):
+        raise ValueError(
+            "`extend` must be a tokenizer of `effasr tokenizer`, or NeMo's with a model for each "
+            f"language, but is a {type(tokenizer).__name__}, whose ids have no place for another "
+            "language: train a new tokenizer, and name it as data.tokenizer beside init_from."
+        )
+    known = ", ".join(sorted({*tokenizer.languages, *tokenizer.sources}.intersection(languages)))
+    rule = "be a tokenizer that lacks the languages of the texts"
+    remedy = "leave out their manifests, or name another language by --language"
+    check(not known, "extend", rule, f"one with {known}", remedy)
+    missing = ", ".join(sorted(set(spoken).difference(tokenizer.sources)))
+    rule = "be a tokenizer that has all languages that are spoken and not written"
+    check(not missing, "extend", rule, f"one without {missing}", "add texts of it")
     return tokenizer
 
 

@@ -10,14 +10,17 @@ from lhotse.cut import Cut
 from rich import box
 from rich.table import Table
 
+from effasr.checks import check
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
-from effasr.evaluation.bootstrap import interval, probability_of_improvement
+from effasr.evaluation.bootstrap import Counts, interval, probability_of_improvement, rate
 from effasr.evaluation.evaluate import transcribe_cuts
 from effasr.evaluation.normalizer import get_normalizer
-from effasr.evaluation.tables import percent, to_text
+from effasr.evaluation.tables import to_text
+from effasr.evaluation.translation import count_ngrams
 from effasr.evaluation.tuning.weights import GRIDS, NBestLists, Weights, best_weights, tunable
-from effasr.evaluation.wer import ErrorCounts, total
+from effasr.evaluation.wer import count_errors
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.results import Failure, Result
@@ -25,14 +28,14 @@ from effasr.transcription.results import Failure, Result
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Weights before and after, and the word errors of both on the lists of the set."""
+    """Weights before and after, and the errors of both on the lists of the set."""
 
     names: tuple[str, ...]
     start: Weights  # of the configuration
     tuned: Weights  # the chosen ones, or the same
-    before: tuple[ErrorCounts, ...]  # errors of each utterance with the given weights
-    after: tuple[ErrorCounts, ...]  # errors of each with the tuned ones
-    oracle: tuple[ErrorCounts, ...]  # errors of each, if the best alternative were chosen
+    before: tuple[Counts, ...]  # errors of each utterance with the given weights
+    after: tuple[Counts, ...]  # errors of each with the tuned ones
+    oracle: tuple[Counts, ...]  # errors of each, if the best alternative were chosen
     size: int  # alternatives of the longest list
     config: DecodingConfig  # the configuration with the tuned weights, without lists
     failures: tuple[Failure, ...]  # recordings that were not transcribed; they count in no rate
@@ -42,8 +45,9 @@ class Tuning:
         return self.tuned != self.start
 
     def report(self) -> str:
+        metric = self.before[0].metric
         table = Table(box=box.MARKDOWN)
-        for column in ("weights", *self.names, "WER %", "95 %"):
+        for column in ("weights", *self.names, f"{metric.label}{metric.unit}", "95 %"):
             table.add_column(column, justify="left" if column == "weights" else "right")
         for name, weights, errors in (
             ("given", self.start, self.before),
@@ -53,29 +57,29 @@ class Tuning:
             table.add_row(
                 name,
                 *(f"{getattr(weights, weight):g}" for weight in self.names),
-                percent(total(errors).wer),
-                f"{percent(low)} - {percent(high)}",
+                *(metric.figure(rate(errors)), f"{metric.figure(low)} - {metric.figure(high)}"),
             )
         lines = [to_text(table)]
         if self.changed:
             better = 100 * probability_of_improvement(self.before, self.after)
-            lines.append(f"fewer errors in {better:.0f} of 100 draws of the utterances")
+            lines.append(f"better in {better:.0f} of 100 draws of the utterances")
         else:
             lines.append(
                 "nothing was changed: the best weights gain no more than the best of as many may "
                 "by chance"
             )
-        oracle = percent(total(self.oracle).wer)
-        lines.append(f"WER of the best of {self.size} alternatives (oracle): {oracle} %")
+        oracle = metric.text(rate(self.oracle))
+        lines.append(f"{metric.label} of the best of {self.size} alternatives (oracle): {oracle}")
         if self.failures:
             lines.append(f"{len(self.failures)} utterances failed and are not counted")
         return "\n".join(lines) + "\n"
 
     def comment(self, set_name: str) -> str:
-        before, after = (percent(total(errors).wer) for errors in (self.before, self.after))
+        metric = self.before[0].metric
         return (
-            f"effasr tune on {set_name}: {len(self.after)} utterances, WER of the choice among "
-            f"{self.size} alternatives {before} -> {after} %"
+            f"effasr tune on {set_name}: {len(self.after)} utterances, {metric.label} of the "
+            f"choice among {self.size} alternatives {metric.figure(rate(self.before))} -> "
+            f"{metric.text(rate(self.after))}"
         )
 
 
@@ -90,7 +94,7 @@ def tune(
     on_result: Callable[[Result], None] | None = None,
     on_trial: Callable[[], None] | None = None,
 ) -> Tuning:
-    """Choose the weights of a configuration with the fewest word errors on a dev set.
+    """Choose the weights of a configuration with the fewest errors on a dev set.
 
     The set is decoded once, with lists of ``config.beam`` alternatives, or ``config.nbest``; each
     alternative is scored by every part of the model and by the language models. Weights are then
@@ -106,17 +110,20 @@ def tune(
     listed = replace(config, nbest=config.nbest or config.beam, score_parts=divided)
     recognizer = Recognizer(model, tokenizer, listed)
     names = tunable(model, config, recognizer.method)
-    failed, utterances, normalizers = [*failures], [], []
+    failed, utterances, judges, tasks = [*failures], [], [], set()
     for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result):
         if isinstance(result, Failure):
             failed.append(result)
         else:
             utterances.append((reference, result))
-            normalizers.append(get_normalizer(normalizer, prompt.target))
+            judges.append(_judge(prompt, normalizer))
+            tasks.add(prompt.task)
+    rule = "have transcriptions alone or translations alone, which WER or BLEU judges"
+    check(len(tasks) < 2, "cuts", rule, "of both tasks", "tune on a manifest of each")
     start = Weights.from_config(config, recognizer.method)
-    lists = NBestLists(utterances, config, start, normalizers)
+    lists = NBestLists(utterances, config, start, judges)
     before = lists.errors(start)
-    if math.isnan(total(before).wer):
+    if not before or math.isnan(rate(before)):
         first = f"; the first failed: {failed[0].reason}" if failed else ""
         raise ValueError(
             "the set must have a transcribed utterance whose reference has a word, but has none "
@@ -136,6 +143,14 @@ def tune(
         config=replace(config, nbest=_least(config), **changed),
         failures=tuple(failed),
     )
+
+
+def _judge(prompt: Prompt, normalizer: str) -> Callable[[str, str], Counts]:
+    """Return what counts errors: of words, or of a translation 100 minus BLEU of the sentence."""
+    if prompt.task == "translate":
+        return lambda reference, text: count_ngrams(reference, text, prompt.target)
+    normalize = get_normalizer(normalizer, prompt.target)
+    return lambda reference, text: count_errors(normalize(reference), normalize(text))
 
 
 def _least(config: DecodingConfig) -> int | None:

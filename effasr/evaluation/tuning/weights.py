@@ -10,8 +10,7 @@ from itertools import combinations, product
 import numpy as np
 
 from effasr.decoding.config import CORRECTOR_MARGIN, LM_WEIGHT, DecodingConfig
-from effasr.evaluation.bootstrap import chance_of_best, probability_of_improvement
-from effasr.evaluation.wer import ErrorCounts, count_errors, total
+from effasr.evaluation.bootstrap import Counts, chance_of_best, probability_of_improvement
 from effasr.model.asr import ASRModel
 from effasr.transcription.results import Alternative, Segment, Transcription
 
@@ -91,13 +90,10 @@ class NBestLists:
         utterances: Sequence[tuple[str, Transcription]],
         config: DecodingConfig,
         weights: Weights,
-        normalizers: Sequence[Callable[[str], str]],  # of each utterance
+        judges: Sequence[Callable[[str, str], Counts]],  # of reference and text of each utterance
     ) -> None:
-        self._normalizers = normalizers
-        self._references = [
-            normalize(reference)
-            for normalize, (reference, _) in zip(normalizers, utterances, strict=True)
-        ]
+        self._judges = judges
+        self._references = [reference for reference, _ in utterances]
         self._results = [result for _, result in utterances]
         self._second = config.second_lm is not None
         self._gains: np.ndarray | None = None
@@ -121,8 +117,8 @@ class NBestLists:
                 ranks[row, column] = alternative.rank
         # What the weights do not explain, such as coverage.
         self._unexplained = np.where(self._missing, 0.0, ranks - self._ranks(weights))
-        self._counts: dict[tuple[int, str], ErrorCounts] = {}
-        self._chosen: dict[bytes, tuple[tuple[ErrorCounts, ...], np.ndarray]] = {}
+        self._counts: dict[tuple[int, str], Counts] = {}
+        self._chosen: dict[bytes, tuple[tuple[Counts, ...], np.ndarray]] = {}
         self._seen: dict[Weights, bytes] = {}
 
     @property
@@ -147,42 +143,41 @@ class NBestLists:
             return np.zeros(len(self._missing), dtype=np.int64)
         return np.where(self._missing, -np.inf, self._ranks(weights)).argmax(axis=1)
 
-    def errors(self, weights: Weights) -> tuple[ErrorCounts, ...]:
+    def errors(self, weights: Weights) -> tuple[Counts, ...]:
         return self._counted(weights)[0]
 
     def word_errors(self, weights: Weights) -> np.ndarray:
         return self._counted(weights)[1]
 
     def tried(self) -> np.ndarray:
-        """Return the word errors of all different choices so far, int64 (choices, utterances)."""
+        """Return the errors of all different choices so far, (choices, utterances)."""
         return np.stack([words for _, words in self._chosen.values()])
 
-    def _counted(self, weights: Weights) -> tuple[tuple[ErrorCounts, ...], np.ndarray]:
+    def _counted(self, weights: Weights) -> tuple[tuple[Counts, ...], np.ndarray]:
         # Most weights choose as others do.
         if weights not in self._seen:
             chosen = self.choices(weights)
             key = self._seen[weights] = chosen.tobytes()
             if key not in self._chosen:
                 errors = self._errors(chosen.tolist())
-                words = np.array([count.errors for count in errors], dtype=np.int64)
+                words = np.array([count.errors for count in errors])
                 self._chosen[key] = errors, words
         return self._chosen[self._seen[weights]]
 
-    def _errors(self, choices: Sequence[int]) -> tuple[ErrorCounts, ...]:
+    def _errors(self, choices: Sequence[int]) -> tuple[Counts, ...]:
         counts, rows = [], iter(choices)
         for number, result in enumerate(self._results):
             texts = [_text(segment, next(rows)) for segment in result.segments]
             counts.append(self._count(number, result.space.join(text for text in texts if text)))
         return tuple(counts)
 
-    def _count(self, number: int, text: str) -> ErrorCounts:
+    def _count(self, number: int, text: str) -> Counts:
         key = number, text
         if key not in self._counts:
-            normalized = self._normalizers[number](text)
-            self._counts[key] = count_errors(self._references[number], normalized)
+            self._counts[key] = self._judges[number](self._references[number], text)
         return self._counts[key]
 
-    def oracle(self) -> tuple[ErrorCounts, ...]:
+    def oracle(self) -> tuple[Counts, ...]:
         """Return the errors of each utterance, if the best of its alternatives were chosen."""
         return tuple(
             min(
@@ -269,9 +264,9 @@ def _descend(
     return best
 
 
-def _is_better(before: Sequence[ErrorCounts], after: Sequence[ErrorCounts]) -> bool:
-    """Return whether the second makes fewer errors, in most draws of the utterances."""
-    fewer = total(after).errors < total(before).errors
+def _is_better(before: Sequence[Counts], after: Sequence[Counts]) -> bool:
+    """Return whether the second makes fewer errors, and is better in most draws."""
+    fewer = sum(counts.errors for counts in after) < sum(counts.errors for counts in before)
     return fewer and probability_of_improvement(before, after) >= SURE
 
 

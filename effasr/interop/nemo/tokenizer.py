@@ -93,9 +93,9 @@ def _own(tokenizer: NeMoTokenizer, prompts: bool) -> NemoTokens:
 
 def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
     """Languages keep their order; only the special tokens differ."""
-    first = len(tokenizer.specials)
-    ids: list[int | None] = list(range(first, tokenizer.vocab_size))
-    if not prompts:
+    specials = set(tokenizer.specials.values())
+    ids: list[int | None] = [x for x in range(tokenizer.vocab_size) if x not in specials]
+    if not prompts and not (tokenizer.is_shared and tokenizer.added):
         models = tokenizer.models
         if len(models) == 1:
             models = {UNIFIED: next(iter(models.values()))}
@@ -103,8 +103,8 @@ def _ours(tokenizer: SentencePieceTokenizer, prompts: bool) -> NemoTokens:
         return NemoTokens(section, files, _pieces(models), ids, None)
     if tokenizer.is_shared:
         raise ValueError(
-            "`tokenizer` must have a model for each language, because NeMo finds the pieces of a "
-            "Canary's texts by their language, but its languages share one: export with --format "
+            "`tokenizer` must have a model for each language, because NeMo finds the pieces of "
+            "texts by their language, but its languages share one: export with --format "
             "huggingface."
         )
     models = {SPECIAL: _special_model(tokenizer.specials), **tokenizer.models}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from effasr.distributed import tensor_files
+from effasr.evaluation.metric import Metric
 from effasr.optim.adamw import restore as restore_optimizer
 
 
@@ -28,7 +29,7 @@ class RunProgress:
     step: int = 0  # Updates made
     epoch: int = 0  # Epoch of the last step, from 0
     position: tuple[int, int] = (0, 0)  # Epoch of the next step, and its index there
-    # Lowest metric of a validation: see `evaluation.best_by`; in pretraining, its lowest loss
+    # Best metric of a validation: see `evaluation.best_by`; in pretraining, its lowest loss
     best: float = math.inf
     validations_since_best: int = 0  # Number of later validations that were not better
     is_best: bool = False  # Whether the last validation reached it and no step was made since
@@ -36,10 +37,10 @@ class RunProgress:
     validation: str = ""  # Fingerprint of the validation sets that `best` belongs to
     finite_step: int = 0  # Last step after which the weights were found to be finite
 
-    def record_metric(self, metric: float) -> None:
+    def record_metric(self, value: float, metric: Metric) -> None:
         """Record the result of a validation; NaN (no reference words) is no improvement."""
-        self.is_best = metric < self.best
-        self.best = metric if self.is_best else self.best
+        self.is_best = metric.is_better(value, self.best)
+        self.best = value if self.is_best else self.best
         self.validations_since_best = 0 if self.is_best else self.validations_since_best + 1
 
     def state_dict(self) -> dict[str, Any]:

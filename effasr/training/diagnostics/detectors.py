@@ -36,7 +36,10 @@ class Validation:
 
     # Complete epochs.
     epoch: int
+    # Of the transcriptions.
     errors: ErrorCounts
+    # Number of all, with translations.
+    utterances: int
     # Hypotheses that repeat themselves although the reference does not.
     loops: int = 0
     probe: ProbeSums = field(default_factory=ProbeSums)
@@ -275,7 +278,7 @@ class Repetition(Detector):
     has_ctc: bool
 
     def check(self, validation: Validation) -> Finding | None:
-        count, total = validation.loops, validation.errors.utterances
+        count, total = validation.loops, validation.utterances
         if count < self.LEAST_COUNT or count < self.LEAST_SHARE * total:
             return None
         return Finding(

@@ -131,7 +131,9 @@ class Diagnostics:
         steps = self._steps
         validation = Validation(
             epoch,
-            total(evaluation.errors for evaluation in evaluations.values()),
+            # A translation may have other words than its reference.
+            total(row.errors for row in utterances if not row.is_translation),
+            len(utterances),
             count_loops(utterances),
             probe,
             {name: value / steps for name, value in self._sums.items()} if steps else {},

@@ -229,14 +229,17 @@ class RunLog:
         shown: Sequence[ScoredUtterance] = (),
     ) -> None:
         evaluation = result.evaluation
-        errors = evaluation.errors
-        (rate, value), unit = errors.main_rate, "words"
-        if rate == "CER":
-            unit = "characters"
-        count = getattr(errors, unit)
+        errors, metric, parts = evaluation.errors, evaluation.metric, []
+        if metric.name in ("wer", "cer"):
+            unit = "characters" if metric.name == "cer" else "words"
+            value, count = metric.text(getattr(errors, metric.name)), getattr(errors, unit)
+            parts.append(f"{metric.label} {value} of {count} {unit} ({evaluation.normalizer})")
+        parts += [
+            f"BLEU {score.bleu:.2f} and chrF {score.chrf:.2f} of {score.utterances} {group}"
+            for group, score in evaluation.translations.items()
+        ]
         self.show(
-            f"step {step}: {name}: {rate} {100 * value:.2f} % of {count} {unit} "
-            f"({evaluation.normalizer}), RTFx {evaluation.rtfx:.0f}, "
+            f"step {step}: {name}: {', '.join(parts)}, RTFx {evaluation.rtfx:.0f}, "
             f"{len(evaluation.failures)} failed"
         )
         for utterance in shown:

@@ -18,6 +18,7 @@ from effasr.data.collate import Example, collate
 from effasr.data.manifest.reader import iterate
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import shard
+from effasr.evaluation.metric import BY_NAME
 from effasr.evaluation.result import free_set_name
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQ
@@ -73,7 +74,7 @@ class LossValidator:
             self._sets[name] = shard(fitting, context.rank, context.size)
         check_best_sets(config, self._sets)
         digest.update(repr(config.evaluation.best_sets).encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint, self.metric = digest.hexdigest(), BY_NAME["loss"]
 
     def __call__(self, stop: StopRequest) -> dict[str, LossResult]:
         """Return the loss on each set; all ranks call this. A stop is a StopInterrupt."""
