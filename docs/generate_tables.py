@@ -502,9 +502,11 @@ def whisper_finetuning() -> str:
 def finetuning_summary() -> str:
     """Errors of Whisper base before and after LoRA, and by its peer, for the README."""
     return _whisper_finetuning(
-        lambda row: (row["size"], row["configuration"]) == ("base", "untouched")
-        or "English" in row["configuration"]
-        or "transformers" in row["configuration"]
+        lambda row: (
+            (row["size"], row["configuration"]) == ("base", "untouched")
+            or "English" in row["configuration"]
+            or "transformers" in row["configuration"]
+        )
     )
 
 
