@@ -149,7 +149,7 @@ def add(command: AddCommand) -> None:
         "--calibration",
         type=Path,
         metavar="FILE",
-        help="budgets, memory and speed for --what-if: a file of effasr calibrate",
+        help="budgets and speed for --what-if: a file of effasr calibrate",
     )
     parser.add_argument(
         "--tflops",
