@@ -116,7 +116,10 @@ def run(options: argparse.Namespace) -> int:
         )
         print_line(f"written to {folder}")
     run = str(options.run)
-    print_next(["compare", run, "OTHER"], ["transcribe", run, "FILE"], ["export", run, "OUT"])
+    print_next(
+        *(["report", run], ["compare", run, "OTHER"], ["transcribe", run, "FILE"]),
+        ["export", run, "OUT"],
+    )
     if evaluation.failures:
         log("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")
         return 1
