@@ -307,6 +307,7 @@ def subset(arguments: Sequence[str]) -> None:
     parser.add_argument("--until-s", type=float, default=float("inf"))
     parser.add_argument("--shuffle", help="seed of a random order")
     parser.add_argument("--without", nargs="*", default=[], metavar="FIELD")
+    parser.add_argument("--pairs", action="store_true", help="texts that are their own sources")
     options = parser.parse_args(arguments)
     lines = []
     for path in options.manifests:
@@ -321,6 +322,8 @@ def subset(arguments: Sequence[str]) -> None:
     for line in lines:
         if options.after_s <= begin < options.until_s:
             chosen.append({key: x for key, x in line.items() if key not in options.without})
+            if options.pairs:
+                chosen[-1] |= {"source_text": line["text"], "source_lang": line["lang"]}
         begin += line["duration"]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in chosen)
     options.output.write_text(text, encoding="utf-8")

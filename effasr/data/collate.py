@@ -108,30 +108,40 @@ def collate(
 
 
 def collate_text(
-    examples: Sequence[TextExample], shape: StaticShape, *, eos_id: int, pad_id: int
+    examples: Sequence[TextExample],
+    shape: StaticShape,
+    *,
+    eos_id: int,
+    pad_id: int,
+    aligned: bool = False,
 ) -> Batch:
     """Pack text pairs into a static shape, on the CPU.
 
-    As in `collate`, but the decoder attends to `Batch.source`, and there is no audio: CTC, the
-    transducer and guided attention learn nothing. The frames of the shape are the text encoder's.
+    As in `collate`, but the decoder attends to `Batch.source`, and there is no audio. CTC and the
+    transducer learn nothing, unless texts are ``aligned``: they learn to write the source, without
+    its end. The frames of the shape are the text encoder's.
     """
     count, rows, longest = shape.max_sequences, shape.token_budget, shape.longest_tokens
     tokens, targets = _decoder_rows(examples, eos_id)
     read = [example.source for example in examples]
     _check_fits(shape, len(examples), sum(map(len, read)), sum(map(len, tokens)))
-    source = _pack_ids(read, shape.frame_budget, count, pad_id, shape.longest_frames)
+    longest_read = shape.longest_frames
+    source = _pack_ids(read, shape.frame_budget, count, pad_id, longest_read)
+    num_targets = sum(len(example.text) + 1 for example in examples)
     no_audio = PackedLayout.from_lengths([], num_sequences=count, static_max_seqlen=0)
     return Batch(
         audio=PackedSequence(torch.zeros(0), no_audio),
         frames=source.layout,
         tokens=_pack_ids(tokens, rows, count, pad_id, longest),
         targets=_pack_ids(targets, rows, count, IGNORED, longest).values,
-        text=_pack_ids([], 0, count, pad_id, 0),
-        monotonic=torch.zeros(count, dtype=torch.bool),
+        text=_pack_ids([x[:-1] for x in read], shape.frame_budget, count, pad_id, longest_read)
+        if aligned
+        else _pack_ids([], 0, count, pad_id, 0),
+        monotonic=torch.arange(count) < (len(examples) if aligned else 0),
         ids=tuple(example.id for example in examples),
         audio_seconds=0.0,
-        num_targets=sum(len(example.text) + 1 for example in examples),
-        num_monotonic_targets=0,
+        num_targets=num_targets,
+        num_monotonic_targets=num_targets if aligned else 0,
         frame_lengths=tuple(map(len, read)),
         token_lengths=tuple(map(len, tokens)),
         source=source,

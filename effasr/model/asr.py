@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -35,7 +36,12 @@ from effasr.nn.linear import Linear
 from effasr.nn.parameters import evaluate_frozen, touch_unused_parameters
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.stack import is_empty, join_skipped, skip_branch
-from effasr_kernels import PackedSequence, ctc_loss, linear_cross_entropy
+from effasr_kernels import (
+    PackedSequence,
+    best_alignment_loss,
+    ctc_loss,
+    linear_cross_entropy,
+)
 
 if TYPE_CHECKING:
     from effasr.model.language_model.model import LanguageModel
@@ -180,23 +186,31 @@ class ASRModel(nn.Module):
         return self
 
     def forward(
-        self, batch: Batch, *, label_smoothing: float = 0.0, guided_sigma: float | None = None
+        self,
+        batch: Batch,
+        *,
+        label_smoothing: float = 0.0,
+        guided_sigma: float | None = None,
+        consistency: bool = False,
     ) -> Losses:
         """Sums of the losses, which the caller weights and divides by the counts of the whole step.
 
         ``guided_sigma``: width of the unpenalized diagonal of guided attention, as a share of the
-        utterance; None for no penalty.
+        utterance; None for no penalty. ``consistency``: whether the text encoder reads transcripts,
+        from which speech should not be distant.
         """
         if self.language_model is not None:
             return self._converse(batch, label_smoothing)
         if self.best_rq is not None:
             return self._pretrain(self.best_rq, batch)
-        encoded = self.encode(batch)
+        distances: list[Tensor] | None = [] if consistency else None
+        encoded = self.encode(batch, distances)
         # Called through the module, so that sharded layers gather their parameters.
         passed = [encoded.values]
         cross_entropy = penalty = ctc = transducer = None
         is_speech = batch.source is None
-        if self.ctc_head is not None and is_speech:
+        is_aligned = is_speech or self.shared_layers > 0
+        if self.ctc_head is not None and is_aligned:
             with ranges.range("ctc"):
                 ctc = ctc_loss(
                     encoded.values,
@@ -208,7 +222,7 @@ class ASRModel(nn.Module):
                     blank_id=self.vocab_size,
                     backend=self.ctc_backend,
                 )
-        if self.transducer is not None and is_speech:
+        if self.transducer is not None and is_aligned:
             with ranges.range("transducer"):
                 transducer = self.transducer(encoded, batch.text, batch.node_budget)
         if self.decoder is not None:
@@ -217,7 +231,12 @@ class ASRModel(nn.Module):
             passed.append(hidden)
             cross_entropy = _cross_entropy(self.decoder, hidden, batch, label_smoothing)
         losses = gather_losses(
-            batch, cross_entropy=cross_entropy, ctc=ctc, transducer=transducer, penalty=penalty
+            batch,
+            cross_entropy=cross_entropy,
+            ctc=ctc,
+            transducer=transducer,
+            penalty=penalty,
+            distance=distances[0] if distances else None,
         )
         idle: list[Tensor] = list(self._idle(is_speech))
         if is_empty(batch.frames, batch.tokens.layout):
@@ -279,7 +298,7 @@ class ASRModel(nn.Module):
             total = touch_unused_parameters(total, self.parameters())
         zero = torch.zeros((), device=total.device)
         router = self._router_loss(lambda: batch.frames.cu_seqlens[-1])
-        return Losses(total, zero, zero, zero, per_utterance=losses.detach(), router=router)
+        return Losses(total, zero, zero, zero, zero, per_utterance=losses.detach(), router=router)
 
     def _router_loss(self, targets: Callable[[], Tensor]) -> Tensor | None:
         """Losses of the routers of the last forward times ``targets``, see `Losses`."""
@@ -292,21 +311,32 @@ class ASRModel(nn.Module):
             return mel
         return mel.with_values(spec_augment(mel, self.config.spec_augment, self.masks_on))
 
+    @property
+    def shared_layers(self) -> int:
+        text = self.config.text_encoder
+        return 0 if text is None else text.shared_layers
+
+    def _only_of_speech(self) -> list[nn.Module]:
+        """The parts of the encoder that texts do not pass, in order."""
+        first = len(self.encoder.layers) - self.shared_layers
+        parts = self.encoder.children()
+        return [x[:first] if isinstance(x, nn.ModuleList) else x for x in parts]
+
     def _idle(self, is_speech: bool) -> Iterator[nn.Parameter]:
-        of_speech = self.encoder, self.ctc_head, self.transducer
+        of_speech = [*self._only_of_speech()]
+        if not self.shared_layers:
+            of_speech += [x for x in (self.ctc_head, self.transducer) if x is not None]
         for module in (self.text_encoder,) if is_speech else of_speech:
             if module is not None:
                 yield from module.parameters()
 
-    def encode(self, batch: Batch) -> EncoderOutput:
-        """The encoder output (T, encoder width), with SpecAugment in training, or that of texts."""
+    def encode(self, batch: Batch, distances: list[Tensor] | None = None) -> EncoderOutput:
+        """The encoder output (T, encoder width), with SpecAugment in training, or that of texts.
+
+        If a list is given, the distances of speech from its transcripts are appended to it, (N,).
+        """
         if batch.source is not None:
-            if self.text_encoder is None:
-                raise ValueError(
-                    "`text_encoder` must be given for text-only batches, but this model has none."
-                )
-            read = self.text_encoder(batch.source, self.encoder.children(), batch.expert)
-            return EncoderOutput(read.values, read.layout, batch.expert)
+            return self._encode_text(batch.source, batch.expert)
         audio, frames = batch.audio, batch.frames
         if isinstance(batch, ConversationBatch):
             audio, frames = batch.clips, batch.clip_frames
@@ -315,14 +345,42 @@ class ASRModel(nn.Module):
             if isinstance(mel, MelFrames):
                 mel = self._augmented(mel)
         with ranges.range("encoder"):
+            beside = partial(self._beside_text_encoder, batch, distances)
             if isinstance(self.encoder, FastConformerEncoder):
-                encoded = self.encoder(mel, batch.expert)
+                encoded = self.encoder(mel, batch.expert, beside, self.shared_layers)
             else:
                 encoded = self.encoder(mel)
-        values = encoded.values
-        if self.text_encoder is not None:
-            values = join_skipped(values, skip_branch(self.text_encoder.children(), values))
-        return EncoderOutput(values, encoded.layout, batch.expert)
+                encoded = encoded.with_values(beside(encoded))
+        return EncoderOutput(encoded.values, encoded.layout, batch.expert)
+
+    def _encode_text(self, source: PackedSequence, expert: Tensor | None) -> EncoderOutput:
+        text = self.text_encoder
+        if text is None:
+            raise ValueError(
+                "`text_encoder` must be given for text-only batches, but this model has none."
+            )
+        read = text(source, self._only_of_speech(), expert)
+        if self.shared_layers:
+            assert isinstance(self.encoder, FastConformerEncoder)
+            read = self.encoder.encode_text(text.upsampled(read), self.shared_layers)
+        return EncoderOutput(read.values, read.layout, expert)
+
+    def _beside_text_encoder(
+        self, batch: Batch, distances: list[Tensor] | None, speech: PackedSequence
+    ) -> Tensor:
+        """What the layers that texts share read of speech: where text encoders run, or would."""
+        # Processes gather sharded layers in one order, whether their batches are speech or text.
+        text = self.text_encoder
+        if text is None:
+            return speech.values
+        if distances is None:
+            return join_skipped(speech.values, skip_branch(text.children(), speech.values))
+        read = text(batch.text, expert=batch.expert)
+        # Tokens may be passed by and repeated, so that upsampling them would change nothing.
+        values = read.values.to(speech.values.dtype)
+        layouts = speech.layout, read.layout
+        distances.append(best_alignment_loss(speech.values, values, *layouts))
+        return speech.values
 
     def decode(
         self,

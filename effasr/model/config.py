@@ -101,13 +101,25 @@ class ModelConfig:
                 f"audio has no task of its own, but is {experts.route}."
             )
         if self.text_encoder is not None:
-            if self.decoder is None:
+            if self.decoder is None and not self.text_encoder.shared_layers:
                 raise ValueError(
                     "`decoder` must be given where `text_encoder` is, because nothing else reads "
                     "what it writes: give a `decoder`, or leave `text_encoder` out."
                 )
             self.text_encoder.check_width(self.encoder.width)
+            self._check_shared(self.text_encoder.shared_layers, experts)
         self._check_named_experts()
+
+    def _check_shared(self, count: int, experts: ExpertsConfig | None) -> None:
+        name, remedy = "text_encoder.shared_layers", "set text_encoder.shared_layers=0"
+        if not count:
+            return
+        layers, kind = self.encoder.layers, self.encoder.kind
+        check(count <= layers, name, f"be at most encoder.layers = {layers}", count)
+        is_conformer = isinstance(self.encoder, FastConformerConfig)
+        check(is_conformer, name, f"be 0 for an encoder of kind {kind}", count, remedy)
+        rule = "be 0 where names choose the encoder's experts, as texts have none of them"
+        check(experts is None, name, rule, count, remedy)
 
     def _check_named_experts(self) -> None:
         """An utterance has one expert's number, which all of its stacks use."""

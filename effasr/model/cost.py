@@ -79,19 +79,37 @@ def best_rq_cost(config: ModelConfig) -> int:
 def text_cost_model(config: ModelConfig, vocab_size: int) -> CostModel | None:
     """Forward FLOPs of a text pair, whose frames are the tokens of the text encoder."""
     text, width = config.text_encoder, config.encoder.width
-    if text is None or config.decoder is None:
+    if text is None:
         return None
     network = _network(width, text.feed_forward, text.experts)
     frame = text.layers * (2 * 4 * width**2 + network)
-    if config.decoder.width != width:
-        frame += 2 * width * config.decoder.width
-    per_frame, token, token_pair, token_frame = _decoder(config.decoder, vocab_size)
+    pair = text.layers * 2 * 2 * width
+    decoder = (0, 0, 0, 0)
+    # What follows reads several rows for each token.
+    repeats = text.upsample if text.shared_layers else 1
+    if config.decoder is not None:
+        if config.decoder.width != width:
+            frame += repeats * 2 * width * config.decoder.width
+        decoder = _decoder(config.decoder, vocab_size)
+    if text.shared_layers:
+        # The costs are linear in the number of layers; features are part of neither.
+        per_row, per_pair = _encoder(config)
+        share = text.shared_layers / config.encoder.layers
+        frame += repeats * share * (per_row - subsampling_cost(config))
+        pair += repeats**2 * share * per_pair
+        frame += repeats * 2 * width * (vocab_size + 1) * config.ctc
+        if config.transducer is not None:
+            joint, classes = config.transducer.joint, vocab_size + 1
+            classes += len(config.transducer.durations or ())
+            frame += repeats * 2 * width * joint + predictor_cost(config.transducer)
+            pair += repeats * 2 * joint * classes
+    per_frame, token, token_pair, token_frame = decoder
     return CostModel(
-        frame=frame + per_frame,
-        frame_pair=text.layers * 2 * 2 * width,
+        frame=frame + repeats * per_frame,
+        frame_pair=pair,
         token=token,
         token_pair=token_pair,
-        token_frame=token_frame,
+        token_frame=repeats * token_frame,
     )
 
 
@@ -120,7 +138,10 @@ def recomputed_costs(
             layers = _more(decoder.layers, every) - decoder.layers
             unneeded = layers * 2 * decoder.width * decoder.feed_forward
     if text is not None:
-        more = replace(more, text_encoder=replace(text, layers=_more(text.layers, every)))
+        shared = _more(encoder.layers, every) - _more(encoder.layers - text.shared_layers, every)
+        shared = min(shared, more.encoder.layers)
+        text_more = replace(text, layers=_more(text.layers, every), shared_layers=shared)
+        more = replace(more, text_encoder=text_more)
         if not text.residual_dropout and text.experts is None:
             layers = _more(text.layers, every) - text.layers
             unneeded_text = layers * 2 * encoder.width * text.feed_forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -229,8 +229,17 @@ class FastConformerEncoder(nn.Module):
         """Set the context in evaluation mode; the first of the configuration by default."""
         self._evaluated = context
 
-    def forward(self, mel: MelFrames, expert: Tensor | None = None) -> PackedSequence:
-        """Encode (s T, mel_bins), s = ``config.subsampling``: (T, width), finite in the tail."""
+    def forward(
+        self,
+        mel: MelFrames,
+        expert: Tensor | None = None,
+        before_shared: Callable[[PackedSequence], Tensor] | None = None,
+        shared: int = 0,
+    ) -> PackedSequence:
+        """Encode (s T, mel_bins), s = ``config.subsampling``: (T, width), finite in the tail.
+
+        ``before_shared`` is called before the last ``shared`` layers, and returns what they read.
+        """
         # expert: int64 (N,), the expert of each utterance, where names choose: `Batch.expert`
         with ranges.range("subsampling"):
             x = self.subsampling(mel)
@@ -248,9 +257,26 @@ class FastConformerEncoder(nn.Module):
         context = replace(self._context(mel.layout, embeddings), groups=groups)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         self.router_losses = []
+        first = len(self.layers) - shared
+        x = self._run(self.layers[:first], 0, x, context)
+        if before_shared is not None:
+            x = before_shared(PackedSequence(x, mel.layout))
+        return PackedSequence(self._run(self.layers[first:], first, x, context), mel.layout)
+
+    def encode_text(self, rows: PackedSequence, shared: int) -> PackedSequence:
+        """Run the last ``shared`` layers on the rows of texts, (T, width)."""
+        x, layout = rows.values, rows.layout
+        context = self._context(layout, self._embeddings(layout, x.dtype))
+        x = residual_stream(x, in_fp32=self.residual_in_fp32)
+        self.router_losses = []
+        return rows.with_values(self._run(self.layers[-shared:], -shared, x, context))
+
+    def _run(self, layers: nn.ModuleList, first: int, x: Tensor, context: _Context) -> Tensor:
+        if not len(layers):
+            return x
         losses = self.router_losses if self.training else None
-        x = run_layers(self.layers, "encoder", x, mel.layout, context, losses=losses)
-        return PackedSequence(x, mel.layout)
+        first %= len(self.layers)
+        return run_layers(layers, "encoder", x, context.layout, context, losses=losses, first=first)
 
     def _embeddings(self, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:
         config = self.config

@@ -63,7 +63,22 @@ def learning_text_cost(model: ASRModel) -> CostModel | None:
     reached = _learns(text.embed_tokens, text.embedding_layernorm)
     for layer in text.layers:
         reached = count.layer(layer, reached, "frame", frame_pair=2 * 2 * width)
-    count.decoder(model, reached or _learns(text.norm))
+    reached = reached or _learns(text.norm)
+    repeats = text.config.upsample if text.config.shared_layers else 1
+    # What reads several rows for each token, and what reads them with the source's labels.
+    of_rows, of_labels = _Count(), _Count()
+    if text.config.shared_layers:
+        reached = of_rows.layers(model, reached, first=-text.config.shared_layers)
+        if model.ctc_head is not None:
+            of_rows.product("frame", model.ctc_head, reached)
+        if model.transducer is not None:
+            of_labels.transducer(model, reached)
+    of_rows.decoder(model, reached)
+    powers = {"frame": 1, "frame_pair": 2, "token_frame": 1, "token": 0, "token_pair": 0}
+    for name, flops in of_rows.omitted.items():
+        count.omitted[name] += repeats ** powers[name] * flops
+    count.omitted["frame"] += repeats * of_labels.omitted["frame"] + of_labels.omitted["token"]
+    count.omitted["frame_pair"] += repeats * of_labels.omitted["token_frame"]
     return count.shared(forward)
 
 
@@ -126,20 +141,25 @@ class _Count:
 
     def encoder(self, model: ASRModel) -> bool:
         """Count the speech encoder; returns whether anything in it is trained."""
-        encoder, config = model.encoder, model.encoder.config
+        encoder = model.encoder
         parts = dict(encoder.named_modules())
         first = next(parts[name] for name in _CONVOLUTIONS if name in parts)
         self.omitted["frame"] += 2 * subsampling_cost(model.config) * (not _learns(first))
-        reached = _learns(*_before_layers(encoder))
+        reached = self.layers(model, _learns(*_before_layers(encoder)))
+        last = getattr(encoder, "norm", None)
+        return reached or (last is not None and _learns(last))
+
+    def layers(self, model: ASRModel, reached: bool, first: int = 0) -> bool:
+        """Count the layers of the speech encoder from ``first`` on."""
+        encoder, config = model.encoder, model.encoder.config
         products = 3 if getattr(config, "position", None) == "relative" else 2
-        for layer in encoder.layers:
+        for layer in encoder.layers[first:]:
             reached = self.layer(layer, reached, "frame", frame_pair=products * 2 * config.width)
             if isinstance(layer, ConformerLayer):
                 learns = layer.conv.depthwise.weight.requires_grad
                 taps = 2 * layer.conv.depthwise.weight.shape[1] * config.width
                 self.omitted["frame"] += taps * (not learns) + taps * (not reached)
-        last = getattr(encoder, "norm", None)
-        return reached or (last is not None and _learns(last))
+        return reached
 
     def decoder(self, model: ASRModel, reached: bool) -> None:
         """Count projection and decoder, after an encoder that is trained if ``reached``."""

@@ -26,7 +26,9 @@ class Losses:
         transducer: (), likewise; a text always fits, unless there is no frame.
         guided: (), penalty of guided attention over the counted targets of monotonic utterances,
             averaged over layers and heads.
-        per_utterance: (N,), the sum of the four for each utterance, without gradient.
+        consistency: (), distance of speech from the text encoder's rows under the best alignment,
+            times the targets, over the monotonic utterances.
+        per_utterance: (N,), the sum of the five for each utterance, without gradient.
         router: (), the weighted losses of the routers of experts, a mean over rows times the
             targets; None without a router.
     """
@@ -35,6 +37,7 @@ class Losses:
     ctc: Tensor
     transducer: Tensor
     guided: Tensor
+    consistency: Tensor
     per_utterance: Tensor
     router: Tensor | None = None
 
@@ -46,16 +49,21 @@ def gather_losses(
     ctc: Tensor | None = None,  # (N,), infinite for an infeasible utterance
     transducer: Tensor | None = None,  # (N,), likewise
     penalty: Tensor | None = None,  # (U,), of guided attention
+    distance: Tensor | None = None,  # (N,), of speech from text, infinite without text
 ) -> Losses:
     """Sum the losses of what counts; None stands for a part that the model lacks."""
     layout = batch.tokens.layout
     zero = torch.zeros((), device=layout.device)
     per_utterance = zero.expand(layout.num_sequences)
-    by_loss = {"cross_entropy": zero, "ctc": zero, "transducer": zero, "guided": zero}
+    names = ["cross_entropy", "ctc", "transducer", "guided", "consistency"]
+    by_loss: dict[str, Tensor] = dict.fromkeys(names, zero)
+    if distance is not None:
+        distance = distance * (batch.text.layout.cu_seqlens.diff() + 1)
     if cross_entropy is not None:
         by_loss["cross_entropy"] = cross_entropy.sum()
         per_utterance = segment_sum(cross_entropy.detach(), layout)
-    for name, aligned in (("ctc", ctc), ("transducer", transducer)):
+    of_utterances = ("ctc", ctc), ("transducer", transducer), ("consistency", distance)
+    for name, aligned in of_utterances:
         if aligned is not None:
             counted = aligned.where(batch.monotonic & (aligned != torch.inf), 0.0)
             by_loss[name] = counted.sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,6 +32,11 @@ class TextEncoderConfig:
         activation_dropout: Inside the feed-forward networks.
         attention_dropout: Dropout of attention weights.
         experts: Experts of the feed-forward networks; null for none.
+        shared_layers: Last layers of a FastConformer that texts pass, too, behind the text encoder,
+            so that CTC and the transducer learn from texts: to write what they read. 0 for none.
+        upsample: Rows of the shared layers for each token: about the encoder frames of one.
+        mask: Part of the tokens that the shared layers do not see in training, drawn anew for each
+            batch; without, the heads learn to copy.
     """
 
     layers: int = 6
@@ -42,9 +48,14 @@ class TextEncoderConfig:
     activation_dropout: float = 0.0
     attention_dropout: float = 0.0
     experts: ExpertsConfig | None = None
+    shared_layers: int = 0
+    upsample: int = 3
+    mask: float = 0.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "layers", "heads", "feed_forward")
+        check_positive(self, "layers", "heads", "feed_forward", "upsample")
+        check(self.shared_layers >= 0, "shared_layers", "be at least 0", self.shared_layers)
+        check(0 <= self.mask < 1, "mask", "lie in [0, 1)", self.mask)
         check_dropouts(self)
 
     def check_width(self, width: int) -> None:
@@ -102,3 +113,11 @@ class TextEncoder(nn.Module):
         losses = self.router_losses if self.training else None
         x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=losses)
         return PackedSequence(join_skipped(normalized(x, self.norm), skipped), layout)
+
+    def upsampled(self, read: PackedSequence) -> PackedSequence:
+        """The rows that the shared layers read, of the same duration for each token."""
+        values, repeats = read.values, self.config.upsample
+        if self.training and self.config.mask:
+            seen = torch.rand(len(values), 1, device=values.device) >= self.config.mask
+            values = values * seen
+        return PackedSequence(values.repeat_interleave(repeats, 0), read.layout.scaled(repeats))

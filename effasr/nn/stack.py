@@ -142,18 +142,20 @@ def run_layers(
     layout: PackedLayout,
     *args: Any,
     losses: list[Tensor] | None = None,
+    first: int = 0,
 ) -> Any:
     """Run a stack: ``layer(x, *args, seeds=seeds)``; skip it for an empty batch if sharded.
 
     A layer with routers returns their losses, too, as an output of its own: hooks of a sharded
-    layer then see the gradient. They are appended to ``losses``.
+    layer then see the gradient. They are appended to ``losses``. ``first``: number of the first
+    layer, for profilers.
     """
     if is_empty(layout) and is_sharded(layers):
         return skip_layers(layers, x)
     all_seeds = draw_layer_seeds(layers, x)
     # What the compiler traces launches each update by itself.
     with nullcontext() if torch.compiler.is_compiling() else updates_together():
-        for number, (layer, seeds) in enumerate(zip(layers, all_seeds, strict=True)):
+        for number, (layer, seeds) in enumerate(zip(layers, all_seeds, strict=True), first):
             with ranges.range(f"{name}.{number}"):
                 x = layer(x, *args, seeds=seeds)
             if isinstance(x, tuple):

@@ -472,6 +472,17 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
             f"`loss.transducer_weight` must be 0 or null for a model without transducer, but is "
             f"{loss.transducer_weight}: give model.transducer, or leave the weight out."
         )
+    if model.text_encoder is None and loss.consistency_weight:
+        raise ValueError(
+            "`loss.consistency_weight` must be 0 for a model without a text encoder, but is "
+            f"{loss.consistency_weight:g}: give model.text_encoder, or leave the weight out."
+        )
+    shared = 0 if model.text_encoder is None else model.text_encoder.shared_layers
+    if shared and not model.ctc and model.transducer is None:
+        raise ValueError(
+            "`model.text_encoder.shared_layers` must be 0 without a CTC head and a transducer, "
+            f"which learn by them, but is {shared}: set it to 0, or model.ctc=true."
+        )
     late = model.spec_augment.after_ctc
     if late is not None and (not model.ctc or model.encoder.kind == "wav2vec2"):
         raise ValueError(

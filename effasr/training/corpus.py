@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,7 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
             max_positions=max_positions,
             sources=[source for _, source in text_only],
         )
+        pairs = _aligned(pairs, config)
         return pairs if text_experts is None else pairs.with_experts(text_experts.number_of)
     from effasr.data.index.corpus import Corpus
     from effasr.data.index.corpus_cache import CorpusCache
@@ -92,12 +94,29 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
             max_positions=max_positions,
             sources=[source for _, source in text_only],
         )
+        text = _aligned(text, config)
         if text_experts is not None:
             text = text.with_experts(text_experts.number_of)
         corpus = corpus.with_text(text)
     if (experts := config.model.named_experts()) is not None:
         corpus = corpus.with_experts(experts.number_of)
     return corpus
+
+
+def _aligned(text: TextCorpus, config: TrainConfig) -> TextCorpus:
+    """The same pairs, from whose sources CTC and the transducer learn as well, if they can."""
+    encoder = config.model.text_encoder
+    if encoder is None or not encoder.shared_layers:
+        return text
+    reach, rows = config.model.encoder.max_frames, text.shape.longest_frames
+    longest = encoder.upsample * (rows or 0)
+    if reach is not None and longest > reach:
+        raise ValueError(
+            f"`model.encoder.max_frames` must be at least the {longest} rows of the longest text "
+            f"with text_encoder.upsample = {encoder.upsample}, but is {reach}: raise it, lower "
+            "`model.text_encoder.upsample`, or leave out longer texts."
+        )
+    return replace(text, aligned=True)
 
 
 def _check_unknown(unknown: int, tokens: int, limit: float) -> None:

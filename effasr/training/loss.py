@@ -11,7 +11,7 @@ from torch import Tensor
 from effasr.checks import check
 from effasr.model.losses import Losses
 
-LOSSES = ("loss", "cross_entropy", "ctc", "transducer", "guided")
+LOSSES = ("loss", "cross_entropy", "ctc", "transducer", "guided", "consistency")
 """Names in metrics.jsonl, and the order in a stacked tensor. The first is the weighted sum."""
 
 _AVERAGE_DECAY = 0.98
@@ -19,8 +19,9 @@ _AVERAGE_DECAY = 0.98
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Weights of the losses: ``(1 - w) ((1 - t) CE + t TRANSDUCER) + w CTC + g guided``, per token.
+    """Weights of the losses, per token: ``(1 - w) ((1 - t) CE + t TRANSDUCER) + w CTC`` + more.
 
+    These are ``g guided + c consistency``.
     The losses of the routers of experts are added with the weights that `ExpertsConfig` gives them.
     The guided-attention penalty helps a decoder to find the alignment, but only once the encoder
     separates sounds: from the first step on it would slow CTC down. It can therefore wait for CTC.
@@ -35,6 +36,9 @@ class LossConfig:
         guided_after_ctc: The penalty is on, for good, once the running average of the CTC loss
             per token (nats) has fallen under this. None: from the first step.
         ctc_weight_before: w until then; None: ``ctc_weight`` all along.
+        consistency_weight: c, of the distance of speech from its transcript as the text encoder
+            reads it, under the best monotone alignment, before the layers that both share; see
+            `best_alignment_loss`. 0 leaves it out.
     """
 
     label_smoothing: float = 0.1
@@ -44,6 +48,7 @@ class LossConfig:
     guided_sigma: float = 0.2
     guided_after_ctc: float | None = None
     ctc_weight_before: float | None = None
+    consistency_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check(
@@ -52,7 +57,8 @@ class LossConfig:
         for name in ("ctc_weight", "transducer_weight", "ctc_weight_before"):
             value = getattr(self, name)
             check(value is None or 0 <= value <= 1, name, "lie between 0 and 1", value)
-        check(self.guided_weight >= 0, "guided_weight", "be at least 0", self.guided_weight)
+        for name in ("guided_weight", "consistency_weight"):
+            check(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
         check(self.guided_sigma > 0, "guided_sigma", "be positive", self.guided_sigma)
         if self.guided_after_ctc is None and self.ctc_weight_before is not None:
             raise ValueError(
@@ -93,9 +99,9 @@ class Objective:
         all_targets, monotonic_targets = targets.clamp(min=1).float().unbind()
         cross_entropy = losses.cross_entropy / all_targets
         # Losses that the model lacks are one and the same zero: divide it once.
-        sums = losses.ctc, losses.transducer, losses.guided
+        sums = losses.ctc, losses.transducer, losses.guided, losses.consistency
         quotients = {x: x / monotonic_targets for x in dict.fromkeys(sums)}
-        ctc, transducer, guided = (quotients[x] for x in sums)
+        ctc, transducer, guided, consistency = (quotients[x] for x in sums)
         weight: float | Tensor = self._ctc_weight
         if self.config.ctc_weight_before is not None:
             weight = torch.where(self.guided_on, weight, self.config.ctc_weight_before)
@@ -107,9 +113,11 @@ class Objective:
             total = (1 - weight) * total + weight * ctc
         if self.config.guided_weight:
             total = total + torch.where(self.guided_on, self.config.guided_weight, 0.0) * guided
+        if self.config.consistency_weight:
+            total = total + self.config.consistency_weight * consistency
         if losses.router is not None:
             total = total + losses.router / all_targets
-        unweighted = (x.detach() for x in (cross_entropy, ctc, transducer, guided))
+        unweighted = (x.detach() for x in (cross_entropy, *(quotients[x] for x in sums)))
         return dict(zip(LOSSES, (total, *unweighted), strict=True))
 
     def observe(self, ctc: Tensor, valid: Tensor) -> None:

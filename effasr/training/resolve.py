@@ -252,6 +252,7 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("loss.guided_sigma", "loss.guided_weight", _GIVEN),
     ("loss.guided_after_ctc", "loss.guided_weight", _GIVEN),
     ("loss.guided_after_ctc", "loss.ctc_weight_before", _GIVEN),
+    ("loss.consistency_weight", "data.text_share", ("is not", (1,))),
     ("optimizer.lr_reference_micro_batches", "optimizer.lr_scaling", ("is not", ("none",))),
     ("optimizer.lr_reference_micro_batches", "optimizer.adascale", _GIVEN),
     ("optimizer.exempt", "optimizer.weight_decay", _GIVEN),
@@ -296,6 +297,8 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("model.spec_augment.after_ctc", "model.spec_augment.freq_masks", _GIVEN),
     ("model.spec_augment.after_ctc", "model.spec_augment.time_masks", _GIVEN),
     ("model.language_model.adapter_width", "model.language_model.adapter", ("is", ("mlp",))),
+    ("model.text_encoder.upsample", "model.text_encoder.shared_layers", _GIVEN),
+    ("model.text_encoder.mask", "model.text_encoder.shared_layers", _GIVEN),
     ("model.encoder.position_dropout", "model.encoder.position", ("is", ("relative",))),
 )
 """Fields that have no effect unless another field has certain values; any row of a field will do.

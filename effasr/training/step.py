@@ -195,7 +195,7 @@ def run_micro_batch(
     """Add the gradient of one micro-batch to that of the step, which has these `StepCounts`.
 
     ``replace``: whether gradients are there that this micro-batch replaces where it can. Return its
-    share of each of `LOSSES`, (5,), and the loss of each of its utterances, (N,).
+    share of each of `LOSSES`, (6,), and the loss of each of its utterances, (N,).
     """
     with _weights_in_use(state, accumulate=not exchanging, replace=replace):
         share, utterance_losses = _forward(state, state.model, batch, counts)
@@ -230,6 +230,7 @@ def _forward(
             batch.to(state.context.device),
             label_smoothing=state.config.label_smoothing,
             guided_sigma=state.objective.guided_sigma,
+            consistency=state.objective.config.consistency_weight > 0,
         )
         share = state.objective.weigh(losses, StepCounts.targets_of(counts))
     return share, losses.per_utterance

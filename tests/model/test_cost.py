@@ -79,13 +79,14 @@ def test_the_default_of_planning_is_the_preset():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("every", "shared"), [(1, 0), (2, 0), (2, 2)])
 def test_what_is_computed_again_is_what_torch_counts(
-    every, dropout, tiny_config, examples, make_batch
+    every, shared, dropout, tiny_config, examples, make_batch
 ):
     rotary = dataclasses.replace(tiny_config.encoder, position="rotary", layers=3)
     decoder = dataclasses.replace(tiny_config.decoder, residual_dropout=dropout)
     text = TextEncoderConfig(layers=3, heads=4, feed_forward=40, residual_dropout=dropout)
+    text = dataclasses.replace(text, shared_layers=shared)
     config = dataclasses.replace(tiny_config, encoder=rotary, decoder=decoder, text_encoder=text)
     shape = StaticShape(9, 10, 1)
     pair = collate_text([TextExample("pair", [4] * 9, [7], [8] * 9)], shape, eos_id=3, pad_id=2)
@@ -206,6 +207,20 @@ def test_a_frozen_text_encoder_is_read_but_not_taught(config):
     keys_values = sum(2 * p.numel() for x, p in parameters.items() if x.endswith(".kv_proj.weight"))
     assert 3 * part.frame == pytest.approx(full.frame + keys_values)
     assert (part.token, part.token_frame) == (full.token, full.token_frame)
+
+
+@pytest.mark.parametrize("frozen", [["text_encoder"], ["encoder"], ["decoder.layers"]])
+def test_shared_layers_cost_what_torch_counts(config, frozen):
+    encoder = replace(config.encoder, position="rotary")
+    text = TextEncoderConfig(layers=2, heads=2, feed_forward=16, shared_layers=2, upsample=2)
+    model = ASRModel(replace(config, encoder=encoder, text_encoder=text), VOCABULARY).eval()
+    freeze(model, frozen)
+    example, shape = TextExample("pair", [4] * 90, [7], [8] * 20), StaticShape(90, 30, 1)
+    batch = collate_text([example], shape, eos_id=3, pad_id=2, aligned=True)
+    lengths = np.array([90]), np.array([21])
+    cost = 3 * int(learning_text_cost(model).of(*lengths)[0])
+    assert cost == pytest.approx(counted(model, batch), rel=0.02)
+    assert cost < 3 * int(text_cost_model(model.config, VOCABULARY).of(*lengths)[0])
 
 
 def test_layers_that_the_backward_does_not_reach_are_not_computed_again(config, batch):

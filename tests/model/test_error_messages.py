@@ -163,6 +163,11 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
         lambda x: replace(x.config, decoder=None, text_encoder=TEXT),
         "`decoder` must be given where `text_encoder` is",
     ),
+    (lambda x: replace(TEXT, mask=1.0), r"`mask` must lie in \[0, 1\), but is 1.0"),
+    (
+        lambda x: replace(x.config, text_encoder=replace(TEXT, shared_layers=9)),
+        r"`text_encoder\.shared_layers` must be at most encoder.layers = 2, but is 9",
+    ),
     (
         lambda x: replace(x.config, text_encoder=replace(TEXT, heads=5)),
         r"`text_encoder\.heads` must divide encoder.width = 32",

@@ -12,6 +12,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.cost import text_cost_model
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
+from effasr_kernels import PackedLayout, PackedSequence, best_alignment_loss
 from tests.support.small_model import check_compiled
 
 VOCABULARY = 40
@@ -23,11 +24,14 @@ PAIRS = [
 TEXT = TextEncoderConfig(layers=2, heads=4, feed_forward=48)
 
 
-def batch_of(pairs, shape=None):
+SHARED = replace(TEXT, shared_layers=1, upsample=3)
+
+
+def batch_of(pairs, shape=None, **options):
     if shape is None:
         written = sum(len(pair.prompt) + len(pair.text) for pair in pairs)
         shape = StaticShape(sum(len(pair.source) for pair in pairs), written, len(pairs))
-    return collate_text(pairs, shape, eos_id=3, pad_id=2)
+    return collate_text(pairs, shape, eos_id=3, pad_id=2, **options)
 
 
 @pytest.fixture
@@ -99,6 +103,68 @@ def test_speech_does_not_notice_the_text_encoder(model, config, examples, make_b
         assert not gradients[name].any()
 
 
+@pytest.mark.parametrize("conv_norm", ["batch_norm", "layer_norm"])
+def test_ctc_and_transducer_learn_from_texts_through_shared_layers(config, conv_norm):
+    """In a static shape as of each text alone; nothing below the shared layers learns."""
+    torch.manual_seed(0)
+    encoder = replace(config.encoder, conv_norm=conv_norm)
+    shared = replace(config, text_encoder=SHARED, encoder=encoder)
+    model = ASRModel(shared, VOCABULARY).double().eval()
+    losses = model(batch_of(PAIRS, StaticShape(40, 50, 6), aligned=True))
+    batches = [batch_of([pair], aligned=True) for pair in PAIRS]
+    alone = [model(batch) for batch in batches]
+    for name in ("cross_entropy", "ctc", "transducer"):
+        parts = torch.stack([getattr(item, name) for item in alone])
+        assert (parts > 0).all()
+        torch.testing.assert_close(getattr(losses, name), parts.sum())
+    # The heads write what the text encoder reads, but its end.
+    assert [x.text.values.tolist()[:-1] for x in batches] == [pair.source[:-1] for pair in PAIRS]
+    (losses.ctc + losses.transducer + 0 * losses.cross_entropy).backward()
+    last = f"encoder.layers.{config.encoder.layers - 1}."
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if name.startswith(("text_encoder", "ctc_head", "transducer", last)):
+            has_gradient = parameter.grad.any() or not name.endswith("weight")
+            assert has_gradient, name
+        elif name.startswith("encoder."):
+            assert not parameter.grad.any(), name
+
+
+def test_masked_tokens_are_not_seen_in_training(config):
+    masked = replace(config, text_encoder=replace(SHARED, mask=0.5), ctc=True)
+    model = ASRModel(masked, VOCABULARY)
+    read = PackedSequence(torch.ones(40, 4), PackedLayout.from_lengths([40]))
+    rows = model.text_encoder.upsampled(read).values.view(40, 3, 4)
+    hidden = (rows == 0).all(2)
+    assert (hidden.all(1) == hidden.any(1)).all()
+    assert 5 < hidden[:, 0].sum() < 35
+    assert model.eval().text_encoder.upsampled(read).values.all()
+
+
+@pytest.mark.parametrize("text", [TEXT, SHARED], ids=["none shared", "one shared"])
+def test_consistency_is_the_distance_of_transcripts_before_the_shared_layers(
+    text, config, examples, make_batch
+):
+    torch.manual_seed(0)
+    model = ASRModel(replace(config, text_encoder=text), VOCABULARY).double().eval()
+    batch, speech = make_batch(examples, static=True), []
+    layers = model.encoder.layers[: len(model.encoder.layers) - text.shared_layers]
+    handle = layers[-1].register_forward_hook(lambda _, inputs, x: speech.append(x))
+    plain, losses = model(batch), model(batch, consistency=True)
+    handle.remove()
+    assert plain.consistency == 0
+    torch.testing.assert_close(losses.ctc, plain.ctc)
+    distances = best_alignment_loss(
+        speech[-1], model.text_encoder(batch.text).values, batch.frames, batch.text.layout
+    )
+    targets = [0 if not example.monotonic else len(example.text) + 1 for example in examples]
+    expected = sum(n * distances[i] for i, n in enumerate(targets) if n)
+    torch.testing.assert_close(losses.consistency, expected)
+    losses.consistency.backward()
+    for name in ("text_encoder.embed_tokens.weight", "encoder.layers.0.norm_out.weight"):
+        assert model.get_parameter(name).grad.any(), name
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_onednn")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -128,12 +194,17 @@ def test_an_export_leaves_the_text_encoder_out(config, tmp_path, caplog):
     assert "The text encoder is not exported: transformers' Canary has none" in caplog.text
 
 
-def test_the_cost_of_a_pair_is_what_torch_counts(model, config):
-    cost = text_cost_model(config, VOCABULARY)
+@pytest.mark.parametrize("text", [TEXT, SHARED], ids=["none shared", "one shared"])
+def test_the_cost_of_a_pair_is_what_torch_counts(text, config):
+    encoder = replace(config.encoder, position="rotary")
+    config = replace(config, text_encoder=text, encoder=encoder)
+    model, cost = ASRModel(config, VOCABULARY), text_cost_model(config, VOCABULARY)
     for pair in PAIRS:
-        batch = batch_of([replace(pair, prompt=[7])])
+        batch = batch_of([replace(pair, prompt=[7])], aligned=text.shared_layers > 0)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(batch)
         lengths = np.array(batch.frame_lengths), np.array(batch.token_lengths)
-        assert cost.of(*lengths).tolist() == [counter.get_total_flops()]
+        # The end of the source is no label: its row is a tail, which torch counts.
+        tail = 2 * 16 * 16 * text.shared_layers
+        assert cost.of(*lengths).tolist() == [counter.get_total_flops() - tail]
     assert text_cost_model(replace(config, text_encoder=None), VOCABULARY) is None

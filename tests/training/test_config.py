@@ -28,6 +28,7 @@ CTC = ModelConfig(ctc=True, decoder=None)
 ATTENTION = ModelConfig(decoder=DecoderConfig(), ctc=False)
 TRANSDUCER = ModelConfig(decoder=None, transducer=TransducerConfig())
 HYBRID = ModelConfig(decoder=None, ctc=True, transducer=TransducerConfig())
+SHARED = TextEncoderConfig(shared_layers=1)
 ALL = ModelConfig(ctc=True, transducer=TransducerConfig())
 
 
@@ -52,6 +53,8 @@ def test_the_weights_follow_the_model(model, weight, share):
 @pytest.mark.parametrize(
     ("loss", "model", "message"),
     [
+        ({}, replace(ATTENTION, text_encoder=SHARED), "must be 0 without a CTC head and a trans"),
+        ({"consistency_weight": 1.0}, BOTH, "must be 0 for a model without a text encoder"),
         ({"ctc_weight": 0.5}, ATTENTION, "must not use CTC for a model without CTC head"),
         ({"guided_after_ctc": 1.0}, ATTENTION, "must not use CTC"),
         ({"ctc_weight": 0.5}, CTC, "must be CTC alone for a model without decoder"),

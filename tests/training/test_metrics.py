@@ -32,7 +32,7 @@ def report(
         tokens=8, token_rows=10, stopping=stopping, due=5, useful_flops=60e12,
         recomputed_flops=30e12, work=(50e12, 40e12),
     )  # fmt: skip
-    values = torch.tensor([loss, 2.0, 3.0, 4.5, 4.0, 5.0, float(finite), 1.0, splits])
+    values = torch.tensor([loss, 2.0, 3.0, 4.5, 4.0, 3.0, 5.0, float(finite), 1.0, splits])
     return StepReport(step, 0.1 * step, HostCopy(counts.tensor(CPU)), HostCopy(values), [])
 
 
@@ -45,7 +45,8 @@ def test_a_line_holds_means_per_step_since_the_one_before():
     line = meter.line(2, 0)
     expected = {
         "step": 2, "epoch": 0, "loss": 2.0, "cross_entropy": 2.0, "ctc": 3.0, "transducer": 4.5,
-        "guided": 4.0, "grad_norm": 5.0, "guided_on": True, "lr": 0.1, "audio_seconds": 10.5,
+        "guided": 4.0, "consistency": 3.0, "grad_norm": 5.0, "guided_on": True, "lr": 0.1,
+        "audio_seconds": 10.5,
         "tokens": 8.0, "mfu": None, "mfu_with_padding": None, "hfu": None,
         "useful_tflops": 120.0,
         "padding_frames": pytest.approx(0.1), "padding_tokens": pytest.approx(0.2),

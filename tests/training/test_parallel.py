@@ -202,13 +202,16 @@ def padded(number: int) -> Batch:
     return collate([] if number % 4 == 0 else examples_of(number), **ENDS, padded=True)
 
 
-def mixed(number: int) -> Batch:
+def mixed(number: int, *, aligned: bool = False) -> Batch:
     """Speech or text, by turns on either rank, and now and then neither."""
     shape, step = StaticShape(30, 40, 4), number // 4
     if (number + step) % 3:
         return uneven_batch(number)
     pairs = [] if step == 2 else [TextExample(str(n), [4, 5, 6 + n], [2], [7]) for n in range(3)]
-    return collate_text(pairs, shape, **ENDS)
+    return collate_text(pairs, shape, **ENDS, aligned=aligned)
+
+
+joint = partial(mixed, aligned=True)
 
 
 def check_differs_between_ranks(kind_of):
@@ -232,6 +235,16 @@ def with_text() -> TrainConfig:
 
 def text(context: DistributedContext):
     alike(context, mixed, with_text())
+
+
+def shared_text(context: DistributedContext):
+    """The text encoder reads transcripts, too, and layers of speech read texts."""
+    config = with_text()
+    encoder = replace(config.model.text_encoder, shared_layers=1, upsample=2)
+    loss = replace(config.loss, consistency_weight=0.5)
+    config = replace(config, loss=loss, model=replace(config.model, text_encoder=encoder))
+    alike(context, joint, config)
+    alike(context, joint, with_loop(config, freeze=("text_encoder.layers", "encoder.layers.0")))
 
 
 def recomputed(context: DistributedContext):
@@ -404,6 +417,7 @@ def compiled_pretraining(context: DistributedContext):
     [
         (strategies, muon),
         (text, experts),
+        (shared_text,),
         (recomputed, partly_frozen_text),
         (compiled,),
         (compiled_pretraining,),

@@ -48,6 +48,26 @@ def test_speech_and_text_train_together(make_with_text, tmp_path, capsys):
     assert model.config.text_encoder == TEXT_ENCODER
 
 
+def test_shared_layers_and_consistency_train(make_with_text, tmp_path):
+    config = make_with_text(training={"max_steps": 4})
+    text = replace(TEXT_ENCODER, shared_layers=1, mask=0.2)
+    loss = replace(config.loss, consistency_weight=0.5)
+    config = replace(config, loss=loss, model=replace(config.model, text_encoder=text))
+    batch = load_corpus(config, find_tokenizer(config, None), None).text.batch(np.arange(2))
+    assert batch.num_monotonic_targets == batch.num_targets > 0
+    assert batch.text.layout.rows == batch.source.layout.rows
+    assert run(config) == 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["consistency"] > 0 and np.isfinite(line["loss"]) for line in lines)
+    text, encoder = replace(text, upsample=50), replace(config.model.encoder, max_frames=60)
+    with pytest.raises(ValueError, match=r"`model\.encoder\.max_frames` must be at least the"):
+        load_corpus(
+            replace(config, model=replace(config.model, encoder=encoder, text_encoder=text)),
+            find_tokenizer(config, None),
+            None,
+        )
+
+
 @pytest.mark.parametrize("sizes", [(1,), (1, 2, 4)])
 @pytest.mark.representative(sizes=(1,))
 def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes):

@@ -143,7 +143,7 @@ def test_a_micro_batch_without_utterances_adds_nothing(make_train_state, batches
     if shape is not None:
         _, nobody = make_train_state()
         figures = train_step(nobody, [empty], 0).read()
-        assert [figures[name] for name in LOSSES] == [0.0] * 5
+        assert [figures[name] for name in LOSSES] == [0.0] * 6
 
 
 def test_the_learning_rate_and_the_clip_are_obeyed(make_train_state, batches):
@@ -178,8 +178,10 @@ GATED = LossConfig(
 )
 
 
-def losses(cross_entropy=0.0, ctc=0.0, guided=0.0, transducer=0.0, router=None) -> Losses:
-    values = cross_entropy, ctc, transducer, guided
+def losses(
+    cross_entropy=0.0, ctc=0.0, guided=0.0, transducer=0.0, router=None, consistency=0.0
+) -> Losses:
+    values = cross_entropy, ctc, transducer, guided, consistency
     sums = [torch.tensor(value, requires_grad=True) for value in values]
     return Losses(*sums, per_utterance=torch.zeros(1), router=router)
 
@@ -188,10 +190,16 @@ def weighed(config: LossConfig, sums: Losses, counts=COUNTS) -> dict[str, torch.
     return Objective(config, CPU).weigh(sums, counts)
 
 
-def check(parts: dict[str, torch.Tensor], expected: list[float]):
+def check(parts: dict[str, torch.Tensor], expected: list[float], consistency: float = 0.0):
     assert list(parts) == list(LOSSES)
-    assert [x.item() for x in parts.values()] == pytest.approx(expected)
-    assert [x.requires_grad for x in parts.values()] == [True, False, False, False, False]
+    assert [x.item() for x in parts.values()] == pytest.approx([*expected, consistency])
+    assert [x.requires_grad for x in parts.values()] == [True, *[False] * 5]
+
+
+def test_consistency_is_added_for_each_target_of_a_transcription():
+    config = LossConfig(ctc_weight=0.0, transducer_weight=0.0, consistency_weight=0.5)
+    parts = weighed(config, losses(10.0, consistency=3.0))
+    check(parts, [2.0 + 0.5 * 1.5, 2.0, 0.0, 0.0, 0.0], consistency=1.5)
 
 
 def test_losses_of_routers_are_added_for_each_target():

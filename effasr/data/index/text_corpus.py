@@ -62,6 +62,7 @@ class TextCorpus(BaseCorpus):
     _requests: tuple[tuple[Prompt, str | None], ...]
     _request_ids: np.ndarray
     _experts: np.ndarray | None = None
+    aligned: bool = False  # whether CTC and the transducer learn from the sources
 
     @classmethod
     def load(
@@ -166,7 +167,8 @@ class TextCorpus(BaseCorpus):
         padded: bool = False,
     ) -> Batch:
         # Strategies other than packed, which pad, are refused by `DataConfig`.
-        batch = collate_text(examples, shape or self.shape, eos_id=self.eos_id, pad_id=self.pad_id)
+        options = {"eos_id": self.eos_id, "pad_id": self.pad_id, "aligned": self.aligned}
+        batch = collate_text(examples, shape or self.shape, **options)
         return batch if self._experts is None else with_experts(batch)
 
     def with_experts(self, number: Callable[[Prompt, str | None], int]) -> TextCorpus:
