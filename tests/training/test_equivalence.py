@@ -26,6 +26,7 @@ from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import cuda_graph
 from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.cuda_graph import MicroBatchGraph
+from effasr.training.loss import LOSSES
 from effasr.training.resolve import resolve_config
 from effasr.training.step import run_micro_batch, train_step
 from effasr_kernels import PackedSequence
@@ -132,7 +133,7 @@ Outputs = tuple[Tensor, ...]
 
 def record(run: Callable[[], Outputs], pool: object = None) -> tuple[Callable[[], Any], Outputs]:
     """As a CUDA graph: nothing runs now, and each replay writes to the same outputs."""
-    outputs: Outputs = (torch.full((5,), torch.nan), torch.full((4,), torch.nan))
+    outputs: Outputs = (torch.full((len(LOSSES),), torch.nan), torch.full((4,), torch.nan))
 
     def replay():
         for old, new in zip(outputs, run(), strict=True):

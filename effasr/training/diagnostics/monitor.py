@@ -115,7 +115,8 @@ class Diagnostics:
         if line["loss"] is None or steps < 1:
             return []
         for name in LOSSES:
-            self._sums[name] = self._sums.get(name, 0.0) + steps * line[name]
+            # Lines of earlier versions lack some.
+            self._sums[name] = self._sums.get(name, 0.0) + steps * line.get(name, 0.0)
         self._steps += steps
         if self._plateau is None:
             return []
