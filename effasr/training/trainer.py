@@ -17,6 +17,7 @@ import torch
 
 from effasr import ranges
 from effasr.checkpoint import read_description
+from effasr.checks import check
 from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.prompt import Prompt
 from effasr.data.worker_processes import check_open_files
@@ -182,6 +183,12 @@ class Trainer:
         self.config = config = resolved.config
         vocab_size = resolved.tokenizer.vocab_size
         self.model = build.build_model(config, vocab_size, resolved.saved, context.device)
+        stamps, classes = resolved.tokenizer.timestamps, self.model.vocab_size
+        if config.data.timestamps != "none" and stamps is not None:
+            # A Whisper's tokenizer need not list its times; the model may have been cut to it.
+            rule = f"be none for a model of {classes} classes, which lacks tokens of times"
+            is_complete = stamps.first + stamps.count <= classes
+            check(is_complete, "data.timestamps", rule, config.data.timestamps)
         durations = resolved.corpus.durations
         self.model.durations = None if durations is None else Durations(*durations)
         self.strategy = build.build_strategy(config, context)

@@ -1,5 +1,6 @@
 """Times of words as targets: read from data, moved with the audio, written as tokens."""
 
+import json
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from effasr.data.manifest.clean import parse_clean
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import named
 from effasr.data.prompt import Prompt
-from effasr.data.tokenizer import NeMoTokenizer
+from effasr.data.tokenizer import NeMoTokenizer, WhisperTokenizer
 from effasr.data.tokenizer.nemo import SPECIAL
+from effasr.data.tokenizer.whisper import TIMESTAMP
 from effasr.decoding import decode
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
@@ -23,6 +25,7 @@ from effasr.interop.nemo.tokenizer import _special_model
 from effasr.model.decoder import DecoderConfig
 from effasr.planning.listing import read_listing
 from effasr.transcription.transcribe import Waveform, transcribe
+from tests.interop import whisper
 from tests.support import corpora
 from tests.support.recognition import make_model
 
@@ -125,6 +128,26 @@ def test_what_cannot_be_used_is_dropped_or_refused(canary, tokenizer, tmp_path):
         corpora.load_corpus(path, tokenizer, **WHOLE)
     with pytest.raises(ValueError, match=r"`data.timestamps` must be none for times after 2.32 s"):
         canary.timestamps.timed([canary.timestamps.first], [2.4])
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_whisper_need_not_list_its_times(is_listed, tmp_path):
+    """Those that OpenAI published end with ``<|notimestamps|>``."""
+    content = json.loads(whisper.make_tokenizer().to_str())
+    if not is_listed:
+        keep = [x for x in content["added_tokens"] if not TIMESTAMP.fullmatch(x["content"])]
+        content["added_tokens"] = keep
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = WhisperTokenizer(tmp_path)
+    corpus = corpora.load_corpus(manifest(tmp_path), tokenizer, **WHOLE)
+    prompt, text = corpus.example(0).prompt, corpus.example(0).text
+    first, words = tokenizer.timestamps.first, [tokenizer.encode(x, "en") for x, *_ in WORDS]
+    pairs = [[first + round(x / 0.02) for x in ends] for _, *ends in WORDS]
+    parts = zip(words, pairs, strict=True)
+    assert text == [x for part, (a, b) in parts for x in (a, *part, b)]
+    assert tokenizer.timestamps.without not in prompt
+    assert tokenizer.decode(text) == "a dog ran"
+    assert corpus.count_unknown(tokenizer)[0] == 0
 
 
 @pytest.mark.parametrize("long_form", ["chunked", "sequential"])

@@ -91,8 +91,7 @@ class Corpus(BaseCorpus):
         if not selector.is_kept.any():
             raise nothing_left(paths, "no utterance can be trained on", selector.dropped)
         stamps, rule = tokenizer.timestamps, "be none where the tokenizer or the data have no times"
-        listed = stamps is not None and stamps.first + stamps.count <= tokenizer.vocab_size
-        has_times = listed and not transducer and len(table.times.values) > 0
+        has_times = stamps is not None and not transducer and len(table.times.values) > 0
         remedy = "fine-tune a Whisper, or a Canary with tokens such as <|0|>, on data with times"
         is_valid = config.timestamps == "none" or has_times
         check(is_valid, "data.timestamps", rule, config.timestamps, remedy)
@@ -209,7 +208,9 @@ class Corpus(BaseCorpus):
 
     def count_unknown(self, tokenizer: Tokenizer) -> tuple[int, int]:
         """Return how many tokens the tokenizer does not know, and how many there are."""
-        ids = range(tokenizer.vocab_size)
+        stamps = tokenizer.timestamps  # ids that a Whisper's tokenizer need not list
+        listed = 0 if stamps is None else stamps.first + stamps.count
+        ids = range(max(tokenizer.vocab_size, listed))
         unknown = np.array([bool(tokenizer.count_unknown([number])) for number in ids])
         counts = [
             (int(unknown[block].sum()), len(block)) for block in self._tokens.blocks(self._rows)

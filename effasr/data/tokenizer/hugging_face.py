@@ -67,8 +67,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Times are skipped, too."""
-        checked = check_ids(ids, self.vocab_size)
-        checked = checked if self.timestamps is None else self.timestamps.plain(checked)
+        # A tokenizer need not list a Whisper's times.
+        plain = ids if self.timestamps is None else self.timestamps.plain(ids)
+        checked = check_ids(plain, self.vocab_size)
         try:
             return self._tokenizer.decode(checked, skip_special_tokens=True).strip()
         except BaseException as error:
