@@ -165,9 +165,9 @@ COMMUNICATION, COPY, _DATA, OTHER = "communication", "copy", "data", "other"
 PATTERNS: dict[str, str] = {
     COMMUNICATION: r"nccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
     r"|\bgloo:|\bc10d::|\bmpi:|one_shot_|two_shot_",
-    # The recursions of the transducer and of CTC, and what is fused with them.
+    # The recursions of transducer, CTC and best alignment, and what is fused with them.
     "lattice": r"transducer|rnnt|lattice|^_?sweep_|^_?finish_frames|^_?place_nodes"
-    r"|^finish_states$|^differentiate(_kept)?$|^_?(fold|join|search|score|divide)$",
+    r"|^(finish_states|align|spread)$|^differentiate(_kept)?$|^_?(fold|join|search|score|divide)$",
     "optimizer": r"adam|multi_tensor_apply|_foreach_|fused_?optim|(?<![a-z])lamb(?!da)|\bsgd"
     r"|clip_grad|Optimizer\.",
     "loss": r"log_?softmax|nll_loss|cross_?entropy|(?<![a-z])ctc|kl_div|(^|_)loss"

@@ -30,7 +30,7 @@ ARGUMENTS = [
     ),
 ]
 RECIPES = [
-    ("show", "`RECIPE` must be one of canary_180m_flash, "),
+    ("show", "`RECIPE` must be one of add_language, canary_180m_flash, "),
     ("copy smal", "but is 'smal'"),
     ("list small", "must have no further arguments"),
     ("show small mine.yaml", "must have no further arguments"),
@@ -228,7 +228,7 @@ def test_no_gpu(effasr, places, monkeypatch, line):
     ("recipe", "message"),
     [
         ("dema", "did you mean `demo`?"),
-        ("x/y/z", "the recipes are canary_180m_flash, "),
+        ("x/y/z", "the recipes are add_language, canary_1"),
         (b"\xff\xfe", "must be UTF-8"),
         (b"data: 3", "`data` must be a mapping (DataConfig), but is 3"),
     ],

@@ -45,7 +45,7 @@ def test_two_steps_give_the_losses_of_the_references(
         patch.setattr(log_mel, "_runs_on_host", lambda *layouts: False)
         found = losses(make_train_state(device, position))
     decoding = {"decode_attention", "append_to_pages", "projected_top_k"}
-    of_others = {"transducer_loss", "grouped_linear", "mask_features"}
+    of_others = {"transducer_loss", "grouped_linear", "mask_features", "best_alignment_loss"}
     of_language_models = {"rms_norm", "gated_activation"}
     used = set(OPERATIONS) - of_others - of_language_models - decoding
     assert served == {(name, True) for name in used}

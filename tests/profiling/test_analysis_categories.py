@@ -19,7 +19,7 @@ OWN = {
     "cut_windows mask_rows sum_rows sum_segments",
     "lattice": "sweep_forward sweep_backward sweep_durations_forward sweep_durations_backward "
     "differentiate differentiate_kept divide finish_frames finish_states fold join place_nodes "
-    "score",
+    "score align spread",
     "loss": "_grad_logits_kernel _upstream_scale_kernel _finish_statistics _loss_and_grad_kernel "
     "_partial_normalizers label_gradient merge_repeats score_labels softmax_gradient",
     "matmul": "multiply multiply_transposed rank_parts",
