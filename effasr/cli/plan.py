@@ -182,20 +182,20 @@ def run(options: argparse.Namespace) -> int:
         token_budget=options.token_budget or device.token_budget,
         max_duration=options.max_duration,
     )
-    strategy = options.strategy or request.data.strategy
+    strategy = "all" if options.what_if else options.strategy or request.data.strategy
     _check_strategy(options, strategy)
     if options.world_size is None:
         options.world_size = max(1, torch.cuda.device_count())
     study = _study_options(options, request)
-    if options.what_if:
-        return _what_if(options, request, study, device)
     strategies = LADDER if strategy == "all" else [strategy]
     with progress_counter("utterances read") as show:
         listing, selection = request.read(options.prompt_tokens, show)
-    with working(f"planning {len(selection):,} utterances", "strategies") as planned:
-        results = compare(selection, strategies, request.cost, study, planned)
     if options.dropped is not None:
         write_atomically(options.dropped, b"".join(d.json_line() for d in selection.dropped))
+    if options.what_if:
+        return _what_if(options, request, study, device, listing, selection)
+    with working(f"planning {len(selection):,} utterances", "strategies") as planned:
+        results = compare(selection, strategies, request.cost, study, planned)
     if options.json:
         common = _setting(listing, selection, study, request.model)
         figures = {result.strategy: {**common, **result.to_json()} for result in results}
@@ -237,29 +237,30 @@ def _device(options: argparse.Namespace) -> Device:
 
 
 def _what_if(
-    options: argparse.Namespace, request: PlanRequest, study: StudyOptions, device: Device
+    options: argparse.Namespace,
+    request: PlanRequest,
+    study: StudyOptions,
+    device: Device,
+    listing: Listing,
+    selection: Selection,
 ) -> int:
     from effasr.data.atomic_files import write_atomically
     from effasr.planning import report, what_if
 
-    with progress_counter("utterances read") as show:
-        listing, selection = request.read(options.prompt_tokens, show)
     with working(f"planning {len(selection):,} utterances", "strategies") as planned:
-        rungs = what_if.compute(selection, request.cost, study, device, planned)
-    if options.dropped is not None:
-        write_atomically(options.dropped, b"".join(d.json_line() for d in selection.dropped))
+        summaries = what_if.compute(selection, request.cost, study, device, planned)
     if options.picture is not None:
         title = f"Batches of {', '.join(path.stem for path in request.manifests)} at equal memory"
-        drawn = what_if.picture(rungs, title, report.setting(selection, study))
+        drawn = what_if.picture(summaries, title, report.setting(selection, study))
         write_atomically(options.picture, drawn.encode())
     if options.json:
-        print_line(what_if.to_json(rungs))
+        print_line(what_if.to_json(summaries))
         return 0
     parts = [
         report.summary(listing, selection, study, request.model),
-        what_if.table(rungs),
+        what_if.table(summaries),
         report.dropped(selection, None if options.dropped is None else str(options.dropped)),
-        what_if.claims(rungs),
+        what_if.claims(summaries),
         what_if.assumptions(selection, device, study),
     ]
     print_folded("\n\n".join(parts))

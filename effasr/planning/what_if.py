@@ -58,7 +58,7 @@ def fixed_size(selection: Selection) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class StrategySummary:
     """A strategy's figures; hours are None where nothing tells the speed of a GPU."""
 
     strategy: str
@@ -79,7 +79,7 @@ def compute(
     options: StudyOptions,
     device: Device,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Rung]:
+) -> list[StrategySummary]:
     """Plan the corpus by each strategy within the memory of one micro-batch."""
     fixed = replace(options.strategy, batch_size=fixed_size(selection), batch_duration=None)
     results = [
@@ -87,12 +87,12 @@ def compute(
         for result in compare(selection, FIXED, cost, replace(options, strategy=fixed))
     ]
     results += compare(selection, LADDER, cost, options, progress)
-    return _rungs(results, selection, options, device)
+    return _summarise(results, selection, options, device)
 
 
-def _rungs(
+def _summarise(
     results: Sequence[StrategyResult], selection: Selection, options: StudyOptions, device: Device
-) -> list[Rung]:
+) -> list[StrategySummary]:
     rounds = math.ceil(options.micro_batches / options.world_size)
     corpus_s, seconds = float(selection.seconds.sum()), []
     shape = selection.shape
@@ -113,7 +113,7 @@ def _rungs(
     known = device.speed is not None or device.flops is not None
     best = results[-1].report.batch_audio_seconds
     return [
-        Rung(
+        StrategySummary(
             strategy=result.strategy,
             batch_utterances=result.report.batch_utterances,
             batch_audio_seconds=result.report.batch_audio_seconds,
@@ -131,24 +131,24 @@ def _rungs(
     ]
 
 
-def table(rungs: Sequence[Rung]) -> str:
-    known = rungs[-1].hours is not None
+def table(summaries: Sequence[StrategySummary]) -> str:
+    known = summaries[-1].hours is not None
     grid = Table(box=box.MARKDOWN)
     grid.add_column("strategy")
     names = ["utts", "audio s", "memory %", "FLOPs %", "steps", "time", "GPUs"]
     for name in [*names, *(["h", "GPU h"] if known else [])]:
         grid.add_column(name, justify="right")
-    for rung in rungs:
-        hours = [f"{rung.hours:.3g}", f"{rung.gpu_hours:.3g}"] if known else []
+    for row in summaries:
+        hours = [f"{row.hours:.3g}", f"{row.gpu_hours:.3g}"] if known else []
         grid.add_row(
-            rung.strategy,
-            f"{rung.batch_utterances:.1f}",
-            f"{rung.batch_audio_seconds:.0f}",
-            percent(rung.memory),
-            percent(rung.padding_flops),
-            f"{rung.steps:,}",
-            f"{rung.relative_time:.2f}",
-            f"{rung.gpus_for_batch:,}",
+            row.strategy,
+            f"{row.batch_utterances:.1f}",
+            f"{row.batch_audio_seconds:.0f}",
+            percent(row.memory),
+            percent(row.padding_flops),
+            f"{row.steps:,}",
+            f"{row.relative_time:.2f}",
+            f"{row.gpus_for_batch:,}",
             *hours,
         )
     return (
@@ -158,15 +158,15 @@ def table(rungs: Sequence[Rung]) -> str:
     )
 
 
-def claims(rungs: Sequence[Rung]) -> str:
-    packed = rungs[-1]
+def claims(summaries: Sequence[StrategySummary]) -> str:
+    packed = summaries[-1]
     lines = []
-    for rung in rungs[:-1]:
-        batch = packed.batch_audio_seconds / rung.batch_audio_seconds
-        gpus = rung.gpus_for_batch / packed.gpus_for_batch
+    for row in summaries[:-1]:
+        batch = packed.batch_audio_seconds / row.batch_audio_seconds
+        gpus = row.gpus_for_batch / packed.gpus_for_batch
         lines.append(
-            f"packed against {rung.strategy}: batches {batch:.1f} times as large, epochs "
-            f"{rung.relative_time:.1f} times as fast, the same batch on 1/{gpus:.1f} of the GPUs"
+            f"packed against {row.strategy}: batches {batch:.1f} times as large, epochs "
+            f"{row.relative_time:.1f} times as fast, the same batch on 1/{gpus:.1f} of the GPUs"
         )
     return "\n".join(lines)
 
@@ -188,19 +188,21 @@ def assumptions(selection: Selection, device: Device, options: StudyOptions) -> 
     )
 
 
-def to_json(rungs: Sequence[Rung]) -> str:
-    return json.dumps({rung.strategy: asdict(rung) for rung in rungs}, indent=2)
+def to_json(summaries: Sequence[StrategySummary]) -> str:
+    return json.dumps({row.strategy: asdict(row) for row in summaries}, indent=2)
 
 
-def picture(rungs: Sequence[Rung], title: str, subtitle: str) -> str:
+def picture(summaries: Sequence[StrategySummary], title: str, subtitle: str) -> str:
     """Return bars of batch, time and GPUs of each strategy, as SVG."""
-    columns: tuple[tuple[str, Callable[[Rung], Any], str], ...] = (
-        ("audio of a batch, s", lambda rung: rung.batch_audio_seconds, ".0f"),
-        ("time of an epoch", lambda rung: rung.relative_time, ".2f"),
-        ("GPUs for packed's batch", lambda rung: rung.gpus_for_batch, ",d"),
+    columns: tuple[tuple[str, Callable[[StrategySummary], Any], str], ...] = (
+        ("audio of a batch, s", lambda row: row.batch_audio_seconds, ".0f"),
+        ("time of an epoch", lambda row: row.relative_time, ".2f"),
+        ("GPUs for packed's batch", lambda row: row.gpus_for_batch, ",d"),
     )
     panels = [
-        Panel(name, [float(value(x)) for x in rungs], [format(value(x), spec) for x in rungs])
+        Panel(
+            name, [float(value(x)) for x in summaries], [format(value(x), spec) for x in summaries]
+        )
         for name, value, spec in columns
     ]
-    return draw([rung.strategy for rung in rungs], panels, title=title, subtitle=subtitle)
+    return draw([row.strategy for row in summaries], panels, title=title, subtitle=subtitle)

@@ -118,7 +118,8 @@ def test_what_if_for_people_and_with_a_calibration(effasr, corpus, tmp_path):
     file = tmp_path / "calibration.json"
     file.write_text(Calibration(**content).to_json())
     done = effasr(
-        "plan", corpus, "--what-if", "--calibration", file, "--world-size", 2,
+        "plan", corpus, "--what-if", "--calibration", file, "--world-size", 2, "--buckets", 10,
+        "--dropped", tmp_path / "dropped.jsonl",
         "--picture", tmp_path / "p.svg",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -130,6 +131,7 @@ def test_what_if_for_people_and_with_a_calibration(effasr, corpus, tmp_path):
     assert float(packed[-3]) == pytest.approx(corpus_h * 2.0 / (2 * float(packed[3])), rel=0.02)
     assert "time as calibrated" in lines[-1]
     assert "Batches of corpus at equal memory" in (tmp_path / "p.svg").read_text()
+    assert [x["id"] for x in read_lines(tmp_path / "dropped.jsonl")] == ["u7", "u9"]
 
 
 @pytest.mark.parametrize(
