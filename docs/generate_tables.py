@@ -457,13 +457,19 @@ def small_data() -> str:
 
 
 def small_corpora() -> str:
-    """Audio until CTC leaves its plateau."""
+    """Audio until CTC leaves its plateau, by seed."""
     lines = []
-    for row in read("small_corpora", "cell", "seed"):
-        plateau = row["plateau_s"]
-        left = plateau if plateau == "never" else f"{int(plateau):,}"
-        end = f"{float(row['ctc_of_blind']):.2f}", tenths(row["cer"])
-        lines.append([row["cell"], left, f"{int(row['audio_s']):,}", *end])
+    for cell, rows in grouped(read("small_corpora", "cell", "seed"), "cell").items():
+        each = lambda text, rows=rows: "; ".join(map(text, rows))
+        lines.append(
+            [
+                *cell,
+                each(lambda row: row["plateau_s"].replace("never", "-")),
+                rows[0]["audio_s"],
+                each(lambda row: f"{float(row['ctc_of_blind']):.2f}"),
+                each(lambda row: tenths(row["cer"])),
+            ]
+        )
     titles = ["corpus, step, masks", "s until 0.8 of blind", "s in all"]
     return markdown([*titles, "CTC of blind", "CER %"], lines)
 
@@ -559,17 +565,18 @@ def whisper_speed() -> str:
     peers = {
         row["files"]: speed(row)
         for row in rows
-        if row["system"] == "faster_whisper" and row["precision"] == "int8"
+        if (row["system"], row["precision"], row["threads"]) == ("faster_whisper", "int8", "1")
     }
     lines = [
         [
             *(row["files"], row["system"], row["precision"], f"{row['window']} s", row["batch"]),
+            row["threads"],
             *(f"{speed(row):.1f}", f"{speed(row) / peers[row['files']]:.2f}"),
             f"{float(row['wer']):.1f}",
         ]
         for row in sorted(rows, key=lambda row: (row["files"], row["system"], speed(row)))
     ]
-    titles = ["files", "system", "precision", "window", "batch", "audio s / core s"]
+    titles = ["files", "system", "precision", "window", "batch", "threads", "audio s / core s"]
     return markdown([*titles, "of faster-whisper int8", "WER %"], lines, texts=3)
 
 

@@ -3,8 +3,9 @@
     python profiling/transcribers.py SYSTEM MODEL MANIFEST --output FILE.json [--window S]
         [--precision KIND] [--batch N] [--times] [--joined SECONDS] [--threads N]
 
-SYSTEM is effasr (MODEL is a folder of `effasr import`), faster_whisper or transformers. KIND is a
-compute type of CTranslate2's, or a dtype. A first file is transcribed before the time is taken.
+SYSTEM is effasr (MODEL is a folder of `effasr import`), faster_whisper, transformers or whisper_cpp
+(package pywhispercpp; MODEL is a GGML file, which has its precision). KIND is a compute type of
+CTranslate2's, or a dtype. A first file is transcribed before the time is taken.
 """
 
 from __future__ import annotations
@@ -71,6 +72,22 @@ def faster_whisper(options: argparse.Namespace) -> Transcriber:
     return run
 
 
+def whisper_cpp(options: argparse.Namespace) -> Transcriber:
+    from pywhispercpp.model import Model
+
+    model = Model(str(options.model), n_threads=options.threads, print_progress=False)
+
+    def run(audio: Audio) -> Iterator[str]:
+        for samples in audio:
+            # Without the text before, which would carry one file's words into the next.
+            parts = model.transcribe(
+                samples, language="en", no_context=True, no_timestamps=not options.times
+            )
+            yield "".join(part.text for part in parts)
+
+    return run
+
+
 def transformers(options: argparse.Namespace) -> Transcriber:
     from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
@@ -114,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    systems = {make.__name__: make for make in (effasr, faster_whisper, transformers)}
+    systems = {make.__name__: make for make in (effasr, faster_whisper, transformers, whisper_cpp)}
     parser.add_argument("system", choices=systems)
     parser.add_argument("model", type=Path)
     parser.add_argument("manifest", type=Path)
