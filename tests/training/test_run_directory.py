@@ -238,6 +238,34 @@ def test_a_logger_that_fails_warns_once_and_stops_nothing(
     assert len(read_lines(run.path / "metrics.jsonl")) == 2
 
 
+def test_a_slow_logger_delays_no_step_and_loses_nothing(tmp_path, monkeypatch, caplog):
+    answers, received = threading.Event(), []
+
+    def figures(values, step):
+        answers.wait()
+        received.append(step)
+
+    slow = SimpleNamespace(id="", figures=figures, close=lambda: received.append("close"))
+    monkeypatch.setitem(loggers.KINDS, "mlflow", lambda *_: slow)
+    run = RunDirectory(tmp_path)
+    run.open("", 0, loggers=["mlflow"])
+    for step in (1, 2, 3):
+        run.metrics({"step": step, "loss": 1.0})
+    assert received == []
+    threading.Timer(0.1, answers.set).start()
+    run.close()
+    assert received == [1, 2, 3, "close"]
+    answers.clear()
+    monkeypatch.setattr(loggers, "_FLUSH_S", 0.01)
+    run.open("", 3, loggers=["mlflow"])
+    run.metrics({"step": 4, "loss": 1.0})
+    run.close()
+    assert [x.message for x in caplog.records] == [
+        "training.loggers: mlflow is too slow, and lacks the last figures"
+    ]
+    answers.set()
+
+
 HOLD = """
 import fcntl, os, sys, time
 from pathlib import Path

@@ -1,13 +1,17 @@
 """TensorBoard, Weights & Biases and MLflow: the figures of a run, under the same names in all.
 
-A logger that fails, such as for want of a network or of its package, is left out after one warning.
+Each writes in a thread, so that a slow server delays no step. A logger that fails, such as for want
+of a network or of its package, is left out after one warning.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -18,6 +22,7 @@ from effasr.training.loss import LOSSES
 log = logging.getLogger(__name__)
 
 PROJECT = "effasr"  # where the environment names none
+_FLUSH_S = 60.0  # most that the end of a run waits for a slow server
 
 
 class Logger(Protocol):
@@ -74,8 +79,9 @@ class MLflow:
 
     def __init__(self, run: Path, id: str, config: Mapping[str, Any], step: int) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
-        self._client = MlflowClient()
+        self._client, self._metric = MlflowClient(), Metric
         if id:
             self._client.update_run(id, "RUNNING")
         else:
@@ -87,8 +93,9 @@ class MLflow:
         self.id = id
 
     def figures(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._client.log_metric(self.id, name, value, step=step)
+        now = time.time_ns() // 1_000_000
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.id, metrics)
 
     def text(self, name: str, text: str, step: int) -> None:
         self._client.log_text(self.id, text, f"{name}/{step}.txt")
@@ -115,11 +122,17 @@ class Loggers:
         config: Mapping[str, Any],
         step: int,
     ) -> None:
-        self._open: dict[str, Logger] = {}
+        self._open: dict[str, _Writer] = {}
+        self.ids: dict[str, str] = {}
         for name in names:
-            with _Attempt(self._open, name):
-                self._open[name] = KINDS[name](run, ids.get(name, ""), config, step)
-        self.ids = {name: logger.id for name, logger in self._open.items() if logger.id}
+            try:
+                logger = KINDS[name](run, ids.get(name, ""), config, step)
+            except Exception as error:
+                _warn(name, error)
+                continue
+            self._open[name] = _Writer(name, logger)
+            if logger.id:
+                self.ids[name] = logger.id
 
     def figures(self, group: str, line: Mapping[str, Any]) -> None:
         """Log the numbers of a line of metrics or of a validation, but losses without a head."""
@@ -130,36 +143,53 @@ class Loggers:
             for name, value in line.items()
             if name not in absent and isinstance(value, int | float)
         }
-        self._each(lambda logger: logger.figures(values, line["step"]))
+        step = line["step"]
+        self._each(lambda logger: logger.figures(values, step))
 
     def text(self, name: str, text: str, step: int) -> None:
         self._each(lambda logger: logger.text(_name(name), text, step))
 
     def close(self) -> None:
         self._each(lambda logger: logger.close())
+        deadline = time.monotonic() + _FLUSH_S
+        for name, writer in self._open.items():
+            writer.calls.put(None)
+            writer.thread.join(max(0.0, deadline - time.monotonic()))
+            if writer.thread.is_alive():
+                log.warning("training.loggers: %s is too slow, and lacks the last figures", name)
+        self._open = {}
 
     def _each(self, call: Callable[[Logger], object]) -> None:
-        for name, logger in list(self._open.items()):
-            with _Attempt(self._open, name):
-                call(logger)
+        for writer in self._open.values():
+            writer.calls.put(call)
 
 
-class _Attempt:
-    def __init__(self, open_loggers: dict[str, Logger], name: str) -> None:
-        self._open, self._name = open_loggers, name
+class _Writer:
+    """Makes the calls of a logger in order, in a thread."""
 
-    def __enter__(self) -> None: ...
+    def __init__(self, name: str, logger: Logger) -> None:
+        self.calls: queue.SimpleQueue[Callable[[Logger], object] | None] = queue.SimpleQueue()
+        self._name, self._logger = name, logger
+        self.thread = threading.Thread(target=self._run, daemon=True, name=f"logger {name}")
+        self.thread.start()
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._open.pop(self._name, None)
-        hint = f": `pip install {self._name}`" if isinstance(error, ImportError) else ""
-        log.warning(
-            "training.loggers: %s failed and is left out until the next start (%s: %s)%s",
-            *(self._name, type(error).__name__, error, hint),
-        )
-        return True
+    def _run(self) -> None:
+        has_failed = False
+        while (call := self.calls.get()) is not None:
+            try:
+                if not has_failed:
+                    call(self._logger)
+            except Exception as error:
+                has_failed = True
+                _warn(self._name, error)
+
+
+def _warn(name: str, error: Exception) -> None:
+    hint = f": `pip install {name}`" if isinstance(error, ImportError) else ""
+    log.warning(
+        "training.loggers: %s failed and is left out until the next start (%s: %s)%s",
+        *(name, type(error).__name__, error, hint),
+    )
 
 
 def _name(*parts: str) -> str:
