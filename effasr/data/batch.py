@@ -75,7 +75,7 @@ class Batch:
     ids: tuple[str, ...]  # names of the utterances, in order
     audio_seconds: float  # their total duration in seconds
     num_targets: int  # rows of ``targets`` that a loss counts
-    num_monotonic_targets: int  # targets of transcriptions
+    num_monotonic_targets: int  # rows of ``text``, which has no times, and an end of each text
     frame_lengths: tuple[int, ...]
     """Encoder frames of each utterance; ``frames`` also counts silence put after it."""
     token_lengths: tuple[int, ...]

@@ -84,7 +84,6 @@ def collate(
         frame_rows, token_rows = shape.frame_budget, shape.token_budget
         longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
     texts = [(x.spoken or x.text or []) if x.monotonic else [] for x in examples]
-    counted = list(map(_count_targets, examples, frame_lengths))
     monotonic = [example.monotonic and example.text is not None for example in examples]
     return Batch(
         audio=_pack_audio(examples, samples, audio_rows, count),
@@ -97,8 +96,8 @@ def collate(
         monotonic=torch.tensor(monotonic + [False] * (count - len(examples)), dtype=torch.bool),
         ids=tuple(example.id for example in examples),
         audio_seconds=sum(example.audio.shape[0] for example in examples) / SAMPLE_RATE,
-        num_targets=sum(counted),
-        num_monotonic_targets=sum(compress(counted, monotonic)),
+        num_targets=sum(map(_count_targets, examples, frame_lengths)),
+        num_monotonic_targets=sum(compress((len(text) + 1 for text in texts), monotonic)),
         frame_lengths=frame_lengths,
         token_lengths=token_lengths,
         label_room=_label_room(examples, count),
@@ -141,7 +140,7 @@ def collate_text(
         ids=tuple(example.id for example in examples),
         audio_seconds=0.0,
         num_targets=num_targets,
-        num_monotonic_targets=num_targets if aligned else 0,
+        num_monotonic_targets=sum(map(len, read)) if aligned else 0,
         frame_lengths=tuple(map(len, read)),
         token_lengths=tuple(map(len, tokens)),
         source=source,

@@ -25,7 +25,8 @@ class Losses:
             nothing, and has no gradient.
         transducer: (), likewise; a text always fits, unless there is no frame.
         guided: (), penalty of guided attention over the counted targets of monotonic utterances,
-            averaged over layers and heads.
+            averaged over layers and heads. Where targets have times, the mean of an utterance,
+            times the targets of CTC.
         consistency: (), distance of speech from the text encoder's rows under the best alignment,
             times the targets, over the monotonic utterances.
         per_utterance: (N,), the sum of the five for each utterance, without gradient.
@@ -69,13 +70,19 @@ def gather_losses(
             by_loss[name] = counted.sum()
             per_utterance = per_utterance + counted.detach()
     if penalty is not None:
-        penalty = penalty.where(_guided_rows(batch), 0.0)
+        penalty = _guided(penalty, batch)
         by_loss["guided"] = penalty.sum()
         per_utterance = per_utterance + segment_sum(penalty.detach(), layout)
     return Losses(**by_loss, per_utterance=per_utterance)
 
 
-def _guided_rows(batch: Batch) -> Tensor:
-    """Return the counted targets of monotonic utterances: bool (U,)."""
+def _guided(penalty: Tensor, batch: Batch) -> Tensor:
+    """Return the penalty of each counted target of monotonic utterances, otherwise 0: (U,)."""
+    layout = batch.tokens.layout
     monotonic = torch.cat([batch.monotonic, batch.monotonic.new_zeros(1)])
-    return (batch.targets != IGNORED) & monotonic[batch.tokens.layout.sequence_ids()]
+    counted = (batch.targets != IGNORED) & monotonic[layout.sequence_ids()]
+    # Of texts without times the weight is exactly 1.
+    targets = segment_sum(counted.to(penalty.dtype), layout).clamp(min=1)
+    weight = (batch.text.layout.cu_seqlens.diff() + 1) / targets
+    weight = torch.cat([weight, weight.new_zeros(1)])
+    return (penalty * weight[layout.sequence_ids()]).where(counted, 0.0)

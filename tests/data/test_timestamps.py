@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.data.config import DataConfig
@@ -23,7 +24,9 @@ from effasr.decoding.decoded import Decoded
 from effasr.interop.nemo.checkpoint import import_nemo
 from effasr.interop.nemo.tokenizer import _special_model
 from effasr.model.decoder import DecoderConfig
+from effasr.model.losses import gather_losses
 from effasr.planning.listing import read_listing
+from effasr.training.fault_tolerance.oom_recovery import utterances
 from effasr.transcription.transcribe import Waveform, transcribe
 from tests.interop import whisper
 from tests.support import corpora
@@ -91,8 +94,13 @@ def test_targets_follow_the_speed(speed, canary, tmp_path):
     assert all(example.text == list(chain(*expected)) for example in timed)
     text = canary.encode("A dog ran", "en")
     assert all(example.text == text for example in plain)
-    packed = corpus.collate([timed[0], plain[0]], None).text.values
-    assert packed.tolist() == [*chain(*parts), *text]
+    packed = corpus.collate([timed[0], plain[0]], None)
+    assert packed.text.values.tolist() == [*chain(*parts), *text]
+    # CTC and guided attention are means over the words, of either text.
+    losses = gather_losses(packed, penalty=torch.ones(packed.tokens.layout.rows))
+    assert losses.guided == packed.num_monotonic_targets == packed.text.layout.total + 2
+    assert packed.num_targets == packed.num_monotonic_targets + 6
+    assert utterances(packed, 0, 2).num_monotonic_targets == packed.num_monotonic_targets
     whole = corpora.load_corpus(path, canary, **options | WHOLE | {"timestamps": "segments"})
     assert whole.example(0).text == [pairs[0][0], *text, pairs[2][1]]
 

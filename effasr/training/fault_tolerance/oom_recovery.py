@@ -49,20 +49,19 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
     monotonic = batch.monotonic[begin:end]
     audio = _sequences(batch.audio, begin, end)
     frames = _layout(batch.frames, begin, end)
-    counted = targets != IGNORED
-    of_transcriptions = monotonic[tokens.layout.sequence_ids()]
+    text = _sequences(batch.text, begin, end)
     return replace(
         batch,
         audio=audio,
         frames=frames,
         tokens=tokens,
         targets=targets,
-        text=_sequences(batch.text, begin, end),
+        text=text,
         monotonic=monotonic,
         ids=batch.ids[begin:end],
         audio_seconds=audio.layout.total / SAMPLE_RATE,
-        num_targets=frames.total if batch.is_untranscribed else int(counted.sum()),
-        num_monotonic_targets=int((counted & of_transcriptions).sum()),
+        num_targets=frames.total if batch.is_untranscribed else int((targets != IGNORED).sum()),
+        num_monotonic_targets=int((text.layout.cu_seqlens.diff() + 1)[monotonic].sum()),
         frame_lengths=batch.frame_lengths[begin:end],
         token_lengths=batch.token_lengths[begin:end],
         label_room=None if batch.label_room is None else batch.label_room[begin:end],
