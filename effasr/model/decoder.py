@@ -28,8 +28,9 @@ from effasr.nn.experts import (
     named_groups,
     run_feed_forward,
 )
+from effasr.nn.linear import shared_input
 from effasr.nn.positions import PositionTables, decoder_sinusoids
-from effasr.nn.residual import Residual, draw_layer_seeds, normalized, residual_stream
+from effasr.nn.residual import Residual, draw_layer_seeds, is_fused, normalized, residual_stream
 from effasr.nn.stack import Layer, checkpointed_forward, is_empty, is_sharded, skip_layers
 from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
 
@@ -280,6 +281,8 @@ class Decoder(nn.Module):
         groups = named_groups(self.config.experts, expert_of(encoded), layout)
         penalties, self.router_losses = [], []
         all_seeds = draw_layer_seeds(self.decoder_layers(), x)
+        if is_fused(x):
+            encoded = encoded.with_values(shared_input(encoded.values))
         for number, (layer, seeds) in enumerate(zip(self.layers, all_seeds, strict=True)):
             with ranges.range(f"decoder.{number}"):
                 x, penalty, *losses = layer(x, layout, encoded, sigma, groups, seeds=seeds)

@@ -61,8 +61,17 @@ class _Linear(Function):
         (dy,) = grad_outputs
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        # The products of torch's own backward.
-        dx = dy @ weight if needs_x else None
+        dx = None
+        if needs_x:
+            node, _ = ctx.next_functions[0]
+            total = getattr(node, "total_of_products", None)
+            if total is None or not torch._C._will_engine_execute_node(node):
+                # The product of torch's own backward.
+                dx = dy @ weight
+            elif total:
+                torch.addmm(total[0], dy, weight, out=total[0])
+            else:
+                total.append(dy @ weight)
         dweight = None
         if needs_weight:
             node, index = ctx.next_functions[1]
@@ -80,6 +89,28 @@ class _Linear(Function):
             takes = getattr(node, "takes_rows", False)
             hand_over([sums], dbias, receivers(ctx, ["x", "weight", "bias"]) if takes else {})
         return dx, dweight, dbias["bias"]
+
+
+def shared_input(x: Tensor) -> Tensor:
+    """``x``, which several linear layers read: their products add up its gradient themselves."""
+    return _Shared.apply(x) if x.requires_grad and not torch.compiler.is_compiling() else x
+
+
+class _Shared(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.total_of_products = []  # Their sum so far, if there is one
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> Tensor | None:
+        sums = [x for x in (*ctx.total_of_products, *grad_outputs) if x is not None]
+        ctx.total_of_products.clear()
+        return sums[0] + sums[1] if len(sums) == 2 else next(iter(sums), None)
 
 
 class Linear(nn.Linear):

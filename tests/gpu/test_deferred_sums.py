@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from effasr.nn.feed_forward import FeedForward
-from effasr.nn.linear import Linear
+from effasr.nn.linear import Linear, shared_input
 from effasr.nn.residual import Residual
 from effasr.training.strategies.weight_copies import WeightCopies
 from effasr_kernels import PackedLayout, dropout_add_layer_norm
@@ -204,3 +205,20 @@ def test_products_write_gradients_in_float32(device: torch.device, dtype: torch.
     assert torch.equal(torch.stack(results), sums[:, None].expand(3, 8, 16).repeat(2, 1, 1))
     # Not all of them exist in bfloat16.
     assert not torch.equal(sums, sums.bfloat16().float())
+
+
+def test_products_add_up_the_gradient_of_their_input(device: torch.device) -> None:
+    model, x = _projections(device)
+    copies = WeightCopies(model, torch.float32)
+    copies.refresh()
+    for others in (0, 1):
+        results = []
+        for share in (lambda x: x, shared_input):
+            with copies.in_use(), profile() as profiler:
+                shared = share(x)
+                y = sum(layer(shared).sum() for layer in model.layers) + others * shared.sum()
+                (gradient,) = torch.autograd.grad(y, x)
+            added = Counter(event.name for event in profiler.events())
+            results.append((gradient, added["aten::addmm"]))
+        assert torch.equal(results[0][0], results[1][0])
+        assert results[1][1] > results[0][1]
