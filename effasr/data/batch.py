@@ -11,6 +11,7 @@ from torch import Tensor
 
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels.packed import TileCounts
 
 IGNORED = -100  # target of a token row that no loss counts: a prompt, or the tail of a static shape
 
@@ -159,19 +160,26 @@ class Batch:
             *([] if self.expert is None else [self.expert]),
         )
 
-    def rewritable(self) -> Self:
+    def rewritable(
+        self, of_frames: TileCounts | None = None, of_tokens: TileCounts | None = None
+    ) -> Self:
         """Return a copy in separate memory, which may be overwritten with another batch's tensors.
 
-        Counts and names stay those of this batch.
+        Counts and names stay those of this batch. ``of_frames`` and ``of_tokens``: bounds that the
+        layouts of every batch keep to.
         """
         audio, tokens, text = (
-            PackedSequence(packed.values.clone(), packed.layout.rewritable())
-            for packed in (self.audio, self.tokens, self.text)
+            PackedSequence(packed.values.clone(), packed.layout.rewritable(tile_counts))
+            for packed, tile_counts in (
+                (self.audio, None),
+                (self.tokens, of_tokens),
+                (self.text, None),
+            )
         )
         return replace(
             self,
             audio=audio,
-            frames=self.frames.rewritable(),
+            frames=self.frames.rewritable(of_frames),
             tokens=tokens,
             targets=self.targets.clone(),
             text=text,

@@ -14,10 +14,15 @@ from effasr.data.batch import Batch
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.config import TrainConfig
+from effasr_kernels.packed import TileCounts
 from effasr_kernels.runtime.counters import graph_counters
 
 _WARM_UPS = 3
 """Runs before the recording, in which libraries choose algorithms and allocate workspaces."""
+
+_SPARE_TILES = 1 / 8
+"""Share of tiles that a recording has programs for, beyond those of the batch that it is made with.
+A batch with more is recorded anew."""
 
 UNSPLITTABLE_REASON = (
     "a micro-batch in a CUDA graph cannot be split: lower data.frame_budget, or set "
@@ -147,7 +152,8 @@ class MicroBatchGraph:
     neither synchronise with the host nor depend on a length that the host knows. It adds to the
     gradients of ``parameters`` and may change ``buffers``. Random numbers follow the seed of the
     device's generator at each replay. A call with ``replace`` has a recording of its own, of the
-    function with this argument, which may replace gradients where another adds to them.
+    function with this argument, which may replace gradients where another adds to them. Recordings
+    are made anew for a batch with more tiles than they have programs for, see `TileCounts`.
     """
 
     def __init__(
@@ -170,11 +176,17 @@ class MicroBatchGraph:
         self._capture = capture
         # Replays and outputs of the recordings, by ``replace``.
         self._recorded: dict[bool, tuple[Callable[[], Any], Outputs]] = {}
+        # The tiles of frames and tokens that the recordings have programs for.
+        self._tile_counts: list[TileCounts] = []
 
     def __call__(self, batch: Batch, counts: Tensor, *, replace: bool = False) -> Outputs:
         """Run the function on a batch, which may be on the host."""
-        if not self._recorded:
+        layouts = batch.frames, batch.tokens.layout
+        if not self._tile_counts:
+            self._tile_counts = [TileCounts(layout, _SPARE_TILES) for layout in layouts]
             self._prepare(batch, counts)
+        if any([x.admit(new) for x, new in zip(self._tile_counts, layouts, strict=True)]):
+            self._recorded.clear()
         if replace not in self._recorded:
             run = partial(self._on_static_inputs, replace=replace)
             self._recorded[replace] = self._capture(run)
@@ -185,7 +197,8 @@ class MicroBatchGraph:
         return tuple(output.clone() for output in outputs)
 
     def _prepare(self, batch: Batch, counts: Tensor) -> None:
-        self._batch, self._counts = batch.to(self._device).rewritable(), counts.clone()
+        static = batch.to(self._device).rewritable(*self._tile_counts)
+        self._batch, self._counts = static, counts.clone()
         saved = [buffer.clone() for buffer in self._buffers]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):

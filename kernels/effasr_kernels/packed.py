@@ -15,6 +15,7 @@ zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -49,6 +50,7 @@ class PackedLayout:
     _tile_tables: dict[int, Tensor] | None = field(
         default=None, init=False, repr=False, compare=False
     )
+    _tile_counts: TileCounts | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def from_lengths(
@@ -231,6 +233,10 @@ class PackedLayout:
             self.cu_seqlens, self.cu_seqlens_host, self.rows, self.static_max_seqlen
         )
         object.__setattr__(copy, "_tile_tables", {})
+        counts = self._tile_counts
+        if counts is None and self.known_on_host:
+            counts = TileCounts(self, spare=0)
+        object.__setattr__(copy, "_tile_counts", counts)
         return copy
 
     @property
@@ -238,15 +244,52 @@ class PackedLayout:
         """Tables by rows of a tile, see `runtime.tiles.tile_table`; None if none are kept."""
         return self._tile_tables
 
-    def rewritable(self) -> PackedLayout:
-        """A copy of the layout, to overwrite its ``cu_seqlens`` with other offsets."""
+    @property
+    def tile_counts(self) -> TileCounts | None:
+        """Upper bounds of the tiles in a table, where the layout keeps tables and the host knows."""
+        return None if self._tile_tables is None else self._tile_counts
+
+    def rewritable(self, tile_counts: TileCounts | None = None) -> PackedLayout:
+        """A copy of the layout, to overwrite its ``cu_seqlens`` with other offsets.
+
+        Args:
+            tile_counts: Bounds that every offsets written to it keep to.
+        """
         offsets = self.cu_seqlens.clone()
-        return PackedLayout(offsets, OffsetsOnDemand(offsets), self.rows, self.static_max_seqlen)
+        copy = PackedLayout(offsets, OffsetsOnDemand(offsets), self.rows, self.static_max_seqlen)
+        object.__setattr__(copy, "_tile_counts", tile_counts)
+        return copy
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with ``cu_seqlens`` in pinned memory."""
         pinned = self.cu_seqlens.pin_memory()
         return PackedLayout(pinned, self.cu_seqlens_host, self.rows, self.static_max_seqlen)
+
+
+class TileCounts(dict[int, int]):
+    """By rows of a tile, as kernels ask for them: the most tiles with rows, those of the tail, too.
+
+    These are the tiles of a layout that the host knows, and a share ``spare`` more.
+    """
+
+    def __init__(self, layout: PackedLayout, spare: float):
+        self._layout, self._spare = layout, spare
+
+    def __missing__(self, block: int) -> int:
+        count = self[block] = math.ceil((1 + self._spare) * self._exact(block))
+        return count
+
+    def admit(self, layout: PackedLayout) -> bool:
+        """Raise the bounds to those of a layout; return whether one was too low for it."""
+        self._layout = layout
+        low = [block for block, count in self.items() if self._exact(block) > count]
+        for block in low:
+            del self[block]
+        return bool(low)
+
+    def _exact(self, block: int) -> int:
+        lengths = *self._layout.lengths, self._layout.rows - self._layout.total
+        return sum(-(-length // block) for length in lengths)
 
 
 class OffsetsOnDemand(Sequence[int]):

@@ -29,7 +29,7 @@ from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.loss import LOSSES
 from effasr.training.resolve import resolve_config
 from effasr.training.step import run_micro_batch, train_step
-from effasr_kernels import PackedSequence
+from effasr_kernels import PackedLayout, PackedSequence
 from tests.gpu.live_memory import Sizes
 from tests.training.conftest import make_batch, without_randomness
 from tests.training.shortage import shortage
@@ -154,6 +154,24 @@ def test_the_recording_has_inputs_of_its_own(make_train_state, batches):
     before = [x.clone() for x in batches[0].tensors()]
     train_step(graphed(model, train_state), batches[:2], 0)
     assert all(map(torch.equal, before, batches[0].tensors()))
+
+
+def test_a_batch_with_more_tiles_is_recorded_anew(batches):
+    recorded, outputs = [], (torch.zeros(()),)
+
+    def run(batch, counts, replace):
+        recorded.append(batch.frames.with_tile_tables().tile_counts[4])
+        return outputs
+
+    def capture(run):
+        return (lambda: None), run()
+
+    graph = MicroBatchGraph(run, torch.device("cpu"), [], [], capture)
+    few, many = (PackedLayout.from_lengths(x, rows=40, num_sequences=9) for x in ([40], [5] * 8))
+    for frames in (few, few, many, few):
+        graph(replace(batches[0], frames=frames), torch.ones(1))
+    # A warm-up and a recording for ten tiles, and a recording for sixteen.
+    assert recorded == [12, 12, 18]
 
 
 def test_error_messages(make_train_state, batches, model_config):

@@ -42,7 +42,7 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
     channels, width = a.weight.shape
     config, options = _configuration(width, channels)
     blocks_c = ceil_div(channels, config["BLOCK_C"])
-    programs = tile_programs(layout, _BLOCK)
+    programs = tile_programs(layout, _BLOCK, listed=True)
     y = x.new_empty(layout.rows, channels)
     # Without a row nothing is launched.
     make = x.new_empty if programs else x.new_zeros

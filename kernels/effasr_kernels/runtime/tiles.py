@@ -7,9 +7,10 @@ lengths are. So the grid depends only on static sizes, and the host does not wai
 most one number per sequence has no rows; its program returns early.
 
 A table has the tiles with rows first, and their number: a kernel makes it of the offsets, once for
-all launches of a batch; see `PackedLayout.with_tile_tables`. A kernel that always reads one may
-have fewer programs than numbers, see `tile_programs`: program p takes the tiles p, p + P, p + 2 P,
-... of P programs, up to the number of those with rows, which it reads.
+all launches of a batch; see `PackedLayout.with_tile_tables`. A kernel that reads one has no more
+programs than the host knows that there are tiles with rows. A kernel that always reads one may
+have fewer programs than that, see `tile_programs`: program p takes the tiles p, p + P, p + 2 P, ...
+of P programs, up to the number of those with rows, which it reads.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def tile_programs(
     *,
     times: int = 1,  # rows of a tile for each row of the layout
     each: int = 1,  # programs of a tile
+    listed: bool = False,  # whether they read the table of a layout that keeps tables
 ) -> Programs:
     """Programs along the axis of tiles; with ``others`` they loop, and may be fewer than tiles."""
     # There are at least rows / block tiles with rows, so that none of as many programs is idle.
@@ -54,6 +56,8 @@ def tile_programs(
     count = count_tiles(rows, layout.num_sequences, block)
     if others is not None and count:
         count = min(count, max(ceil_div(rows, block), ceil_div(_PROGRAMS, each * others)))
+    elif listed and layout.tile_counts is not None:
+        count = min(count, layout.tile_counts[block])
     programs = Programs(each * count)
 
     def live() -> int:

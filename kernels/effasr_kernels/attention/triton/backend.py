@@ -101,7 +101,7 @@ def forward(
     sequences = a.layout_q.num_sequences
     launch(
         attention_forward,
-        (tile_programs(a.layout_q, config.block_m), heads),
+        (tile_programs(a.layout_q, config.block_m, listed=True), heads),
         None if a.content_bias is None else a.content_bias.contiguous(),
         *(call.q, call.k, call.v, call.bias, *call.pointers),
         *(kept_tile_table(a.layout_q, config.block_m), out, lse, penalty),
@@ -228,7 +228,7 @@ def _backward_kv(
     rows, sequences = a.layout_k.rows, a.layout_k.num_sequences
     launch(
         attention_backward_kv,
-        (tile_programs(a.layout_k, config.block_n), call.k.shape[1]),
+        (tile_programs(a.layout_k, config.block_n, listed=True), call.k.shape[1]),
         *(call.q, call.k, call.v, call.bias, *call.pointers),
         *(kept_tile_table(a.layout_k, config.block_n), lse, delta, grad_out, grad_k, grad_v),
         *(sequences, a.layout_q.rows, rows, call.bias_eighths, *call.sizes, grad_k.stride(0)),
@@ -243,7 +243,7 @@ def _backward_q(call: _Call, lse: Tensor, delta: Tensor, grad_out: Tensor, grad_
     rows, sequences = a.layout_q.rows, a.layout_q.num_sequences
     launch(
         attention_backward_q,
-        (tile_programs(a.layout_q, config.block_m), call.q.shape[1]),
+        (tile_programs(a.layout_q, config.block_m, listed=True), call.q.shape[1]),
         *(call.q, call.k, call.v, *call.pointers),
         *(kept_tile_table(a.layout_q, config.block_m), lse, delta, grad_out, grad_q),
         *(sequences, rows, *call.sizes, grad_q.stride(0), *call.context, a.scale),

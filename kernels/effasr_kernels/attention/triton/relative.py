@@ -193,7 +193,7 @@ def _options(width: int, block_m: int, block_w: int, warps: int, stages: int) ->
 
 def _tiles(layout: PackedLayout, block_m: int) -> Programs:
     """Number of tiles of every second query: twice as many as of adjacent queries."""
-    return tile_programs(layout, _STEP * block_m, each=_STEP)
+    return tile_programs(layout, _STEP * block_m, each=_STEP, listed=True)
 
 
 def _blocks_of_scores(dtype: torch.dtype, block_d: int) -> tuple[int, int, int, int]:

@@ -138,7 +138,7 @@ def rotated(
     block_m = max(1, _ELEMENTS // block_d // 2)
     launch(
         rotate,
-        (tile_programs(layout, block_m), heads),
+        (tile_programs(layout, block_m, listed=True), heads),
         *(x, *angles, layout.cu_seqlens, kept_tile_table(layout, block_m), out),
         *(layout.num_sequences, rows, heads, *x.stride()[:2]),
         WIDTH=width,
