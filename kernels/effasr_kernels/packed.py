@@ -246,7 +246,7 @@ class PackedLayout:
 
     @property
     def tile_counts(self) -> TileCounts | None:
-        """Upper bounds of the tiles in a table, where the layout keeps tables and the host knows."""
+        """Upper bounds of the tiles in a table, where there are tables and the host knows."""
         return None if self._tile_tables is None else self._tile_counts
 
     def rewritable(self, tile_counts: TileCounts | None = None) -> PackedLayout:
