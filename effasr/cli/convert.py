@@ -241,9 +241,10 @@ def _language_model(options: argparse.Namespace, loaded: LoadedModel) -> str:
 
     with export_folder(options.out) as out:
         export_speech_llm(loaded.model, out, loaded.tokenizer)
+    assert loaded.model.language_model is not None
     return (
-        "load the language model with AutoModelForCausalLM.from_pretrained; README.md describes "
-        "how to add the speech"
+        f"load the language model with {loaded.model.language_model.loader}.from_pretrained; "
+        "README.md describes how to add the speech"
     )
 
 

@@ -183,7 +183,9 @@ def evaluate_pairs(
         for pair, text in zip(writable, written, strict=True)
     ]
     seconds = time.perf_counter() - started
-    return Evaluation(normalizer, tuple(utterances), tuple(failures), seconds, method="attention")
+    return Evaluation(
+        normalizer, tuple(utterances), tuple(failures), seconds, method=writer.config.method
+    )
 
 
 def _errors(normalize: Callable[[str], str], reference: str, hypothesis: str) -> ErrorCounts:

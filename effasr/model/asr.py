@@ -124,9 +124,9 @@ class ASRModel(nn.Module):
         self.language_model: LanguageModel | None = None
         if config.language_model is not None:
             # Imported here, because transformers takes seconds.
-            from effasr.model.language_model.model import LanguageModel
+            from effasr.model.language_model.encoder_decoder import build_language_model
 
-            self.language_model = LanguageModel(config.language_model, width)
+            self.language_model = build_language_model(config.language_model, width)
         self.best_rq = None
         if config.best_rq is not None:
             self.best_rq = BestRQ(config.best_rq, config.features, width)
@@ -283,7 +283,7 @@ class ASRModel(nn.Module):
         if encoded is None:
             x = join_skipped(x, skip_branch([*self.encoder.children(), model.adapter], x))
         with ranges.range("language_model"):
-            return model(x, batch.tokens.layout)
+            return model(x, batch.tokens.layout, batch)
 
     def _pretrain(self, best_rq: BestRQ, batch: Batch) -> Losses:
         """The loss of BEST-RQ as the cross-entropy, whose targets are frames."""

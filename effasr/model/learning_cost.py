@@ -191,7 +191,7 @@ class _Count:
         reached = reached or _learns(model.embed_tokens)
         for module in model.model.modules():
             if isinstance(module, nn.Linear):
-                self.product("token", module, reached)
+                self.product("token", module, reached, 1 / model.stacks)
                 reached = reached or _learns(module)
         pairs = sizes.layers * 2 * sizes.attention
         for kind in ("token", "token_pair"):

@@ -114,10 +114,12 @@ def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obs
         and language_model.architecture is not None
     ):
         # Imported here, because transformers takes seconds.
-        from effasr.model.language_model.architecture import host_read
+        from effasr.model.language_model.architecture import host_read, is_encoder_decoder
 
         if (value := host_read(language_model.architecture)) is not None:
             reason = f"transformers' modules read a value from the GPU ({value})"
+            if is_encoder_decoder(language_model.architecture):
+                reason = value
             yield Obstacle(
                 "model.language_model",
                 reason,

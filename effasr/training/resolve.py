@@ -195,6 +195,8 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
         training = replace(config.training, max_steps=steps, max_epochs=None)
         config = replace(config, training=training)
         lines.append(f"training.max_epochs={epochs}: {steps} steps")
+    if _is_padded(config.model):
+        lines.append("the language model has an encoder: inside it, batches are padded, not packed")
     _check_warmup(config)
     if saved is not None:
         show_changes(saved, config)
@@ -456,6 +458,22 @@ def _check_static_shapes(config: TrainConfig) -> None:
             "whose batches have a shape each, but is true: set it to false, or train with "
             "strategy packed."
         )
+    if config.training.compile and _is_padded(config.model):
+        raise ValueError(
+            "`training.compile` must be false for an encoder-decoder language model, whose padded "
+            "batches have a shape each, but is true: set it to false."
+        )
+
+
+def _is_padded(model: ModelConfig) -> bool:
+    """Return whether batches are padded inside the language model."""
+    settings = model.language_model
+    if settings is None or settings.architecture is None:
+        return False
+    # Imported here, because transformers takes seconds.
+    from effasr.model.language_model.architecture import is_encoder_decoder
+
+    return is_encoder_decoder(settings.architecture)
 
 
 def _check_strategy(config: TrainConfig) -> None:

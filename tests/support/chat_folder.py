@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.support.speech_llm import architecture
+from tests.support.speech_llm import ENCODER_DECODERS, architecture
 
 CHATML = (
     "{% for message in messages %}"
@@ -25,7 +25,7 @@ THINKING = CHATML.replace(
 TEXTS = ["what is said here", "hello world", "the cat sat on the mat", "user assistant system"]
 
 
-def write_tokenizer(folder: Path, template: str = CHATML) -> Path:
+def write_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
     """A byte-level BPE tokenizer with the tokens of ChatML."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -41,7 +41,9 @@ def write_tokenizer(folder: Path, template: str = CHATML) -> Path:
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template}
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    if template is not None:
+        settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -50,12 +52,12 @@ def write_chat_model(folder: Path, kind: str = "llama", **fields) -> Path:
     """A model of this family with random weights, as transformers saves it."""
     from safetensors.torch import save_file
 
-    from effasr.model.language_model.architecture import build_causal_model
+    from effasr.model.language_model.architecture import build_model
 
-    write_tokenizer(folder)
+    write_tokenizer(folder, None if kind in ENCODER_DECODERS else CHATML)
     text = architecture(kind, vocab_size=320, **fields)
     (folder / "config.json").write_text(text)
-    model = build_causal_model(text)
+    model = build_model(text)
     weights = {name: x.clone() for name, x in model.state_dict().items()}
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         del weights["lm_head.weight"]

@@ -25,9 +25,26 @@ FAMILIES = {
     "smollm3": {},
 }
 
+_T5 = {"d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 80, "num_layers": 2}
+_BART = {
+    f"{stack}_{name}": size
+    for stack in ("encoder", "decoder")
+    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 80}.items()
+}
+ENCODER_DECODERS = {
+    "t5": _T5,
+    "mt5": _T5 | {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"},
+    "umt5": _T5,
+    "bart": _BART | {"d_model": 48, "max_position_embeddings": 512, "decoder_start_token_id": 2},
+}
+
 
 def architecture(kind: str, **fields) -> str:
     """The ``config.json`` of a tiny language model."""
+    if kind in ENCODER_DECODERS:
+        ids = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+        sizes = {"vocab_size": VOCABULARY, **ids, **ENCODER_DECODERS[kind], **fields}
+        return json.dumps({"model_type": kind, **sizes})
     sizes = {
         **{"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80},
         **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -36,7 +53,9 @@ def architecture(kind: str, **fields) -> str:
     return json.dumps({"model_type": kind, **sizes, **FAMILIES.get(kind, {}), **fields})
 
 
-def speech_llm_config(kind: str = "llama", stack: int = 3, **fields) -> ModelConfig:
+def speech_llm_config(
+    kind: str = "llama", stack: int = 3, speech_input="encoder", **fields
+) -> ModelConfig:
     return ModelConfig(
         features=FeatureConfig(mel_bins=16),
         encoder=FastConformerConfig(
@@ -49,7 +68,10 @@ def speech_llm_config(kind: str = "llama", stack: int = 3, **fields) -> ModelCon
         ),
         decoder=None,
         language_model=LanguageModelConfig(
-            architecture=architecture(kind, **fields), stack=stack, weights="random"
+            architecture=architecture(kind, **fields),
+            stack=stack,
+            weights="random",
+            speech_input=speech_input,
         ),
     )
 

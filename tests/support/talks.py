@@ -50,14 +50,14 @@ def write_talks(folder: Path, *, speech: int = 12, texts: int = 8, seed: int = 0
     return paths
 
 
-def model_mapping(language_model: str | Path) -> dict[str, Any]:
+def model_mapping(language_model: str | Path, **fields) -> dict[str, Any]:
     """Return `model` of a recipe: a small encoder before the language model of a folder."""
     encoder = {"width": 32, "layers": 1, "heads": 2, "feed_forward": 48}
     return {
         "features": {"mel_bins": 16},
         "encoder": encoder | {"subsampling_channels": 8, "conv_norm": "layer_norm"},
         "decoder": None,
-        "language_model": {"path": str(language_model), "stack": 2},
+        "language_model": {"path": str(language_model), "stack": 2, **fields},
     }
 
 

@@ -33,6 +33,9 @@ class ConversationBatch(Batch):
     speech_rows: Tensor  # int64 (A,), the row of tokens of each row of speech; U for none
     clip_counts: tuple[int, ...]  # of each conversation
     clip_starts: tuple[int, ...]  # first row of each clip among the rows of `tokens`
+    # Rows of each conversation before the first that predicts a token of an answer: the input of
+    # the encoder of an encoder-decoder model
+    source_lengths: tuple[int, ...]
 
     @property
     def clips(self) -> PackedSequence:
@@ -98,6 +101,7 @@ class ConversationBatch(Batch):
             speech_rows=speech_rows,
             clip_counts=self.clip_counts[begin:end],
             clip_starts=starts,
+            source_lengths=self.source_lengths[begin:end],
         )
 
 

@@ -119,7 +119,13 @@ def collate_conversations(
         speech_rows=places,
         clip_counts=tuple(counts),
         clip_starts=tuple(starts),
+        source_lengths=_source_lengths(targets, lengths),
     )
+
+
+def _source_lengths(targets: np.ndarray, lengths: Sequence[int]) -> tuple[int, ...]:
+    parts = np.split(targets != IGNORED, np.cumsum(lengths)[:-1])
+    return tuple(int(part.argmax()) for part in parts[: len(lengths)])
 
 
 def _rows(

@@ -13,7 +13,19 @@ from effasr.untrusted.documents import WRONG_VALUES, read_json_object
 from effasr.untrusted.files import read_text
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
-GENERATION_FILE = "generation_config.json"
+GENERATION_FILE, CONFIG_FILE = "generation_config.json", "config.json"
+
+ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
+"""``model_type`` of language models that read a text by an encoder and write another."""
+
+_PLAIN_TEMPLATE = (
+    "{{ bos_token | default('') }}{% for message in messages %}"
+    "{% if message.role != 'assistant' or not loop.last %}"
+    "{{ '' if loop.first else ' ' }}{{ message.content }}{% endif %}{% endfor %}"
+    "{{ eos_token }}START{% if not add_generation_prompt %}"
+    "{{ bos_token | default('') }}{{ messages[-1].content }}{{ eos_token }}{% endif %}"
+)
+"""What the encoder reads and its end; START of the decoder, the answer and its end."""
 
 _TEMPLATE_BYTES = 1 << 20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -28,6 +40,9 @@ class ChatTokenizer(HuggingFaceTokenizer):
         super().__init__(directory)
         folder = Path(directory)
         self._template = read_template(folder)
+        if self._template == _plain_template(folder):
+            # The folder of a checkpoint has no configuration of the model from which it follows.
+            self._files[TEMPLATE_FILE] = self._template.encode()
         self._tokens = _special_tokens(folder)
         self.sources = self.languages = ()
         stops = [self._id_of(self._tokens["eos_token"])] if "eos_token" in self._tokens else []
@@ -99,6 +114,8 @@ def read_template(folder: Path) -> str:
     if isinstance(template, list):
         named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
         template = named.get("default")
+    if template is None:
+        template = _plain_template(folder)
     if not isinstance(template, str):
         raise ValueError(
             f"{folder}: a chat model must have a chat template, but neither {TEMPLATE_FILE} nor "
@@ -106,6 +123,17 @@ def read_template(folder: Path) -> str:
             f"write {TEMPLATE_FILE}."
         )
     return template
+
+
+def _plain_template(folder: Path) -> str | None:
+    """Return the template of an encoder-decoder model, whose folders have none."""
+    path = folder / CONFIG_FILE
+    config = read_json_object(path) if path.is_file() else {}
+    if config.get("model_type") not in ENCODER_DECODERS:
+        return None
+    is_pad = config.get("decoder_start_token_id", 0) == config.get("pad_token_id", 0)
+    start = "pad_token" if is_pad else "eos_token"
+    return _PLAIN_TEMPLATE.replace("START", f"{{{{ {start} }}}}")
 
 
 def _settings(folder: Path) -> dict[str, Any]:

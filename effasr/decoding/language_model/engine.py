@@ -12,10 +12,12 @@ from torch import Tensor
 from effasr.checks import check
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.decoding.decoded import Decoded
+from effasr.decoding.language_model.encoder_decoder import EncodedConversations
 from effasr.decoding.slots import SlotEngine
 from effasr.model.asr import ASRModel
 from effasr.model.cost import language_model_sizes
 from effasr.model.language_model.architecture import max_rows
+from effasr.model.language_model.encoder_decoder import EncoderDecoder
 from effasr.model.language_model.model import LanguageModel
 from effasr.model.language_model.packed_attention import AttentionContext, PackedContext
 from effasr.nn.cache.contiguous import CacheSizes, ContiguousCache
@@ -178,7 +180,7 @@ class ConversationEngine(SlotEngine[_Answer]):
     An answer does not depend on the other conversations, up to rounding. With a beam, the
     hypotheses of a conversation take one slot together. An answer of score s and n tokens, its end
     included, ranks by ``s / ((5 + n) / 6) ** length_penalty``; one that ends goes before all that
-    reach their limit.
+    reach their limit. An encoder-decoder model takes the next conversations when all have ended.
     """
 
     def __init__(
@@ -207,7 +209,7 @@ class ConversationEngine(SlotEngine[_Answer]):
         self._paged, self._pages = paged, pages
         self._active: list[_Answer] = []
         self._idle: list[int] = []  # rows of the cache without a hypothesis
-        self._cache: CachedConversations | None = None
+        self._cache: CachedConversations | EncodedConversations | None = None
 
     @torch.no_grad()
     def submit(
@@ -227,6 +229,8 @@ class ConversationEngine(SlotEngine[_Answer]):
             return
         encoded = self._model.encode(batch).values if sum(batch.clip_counts) else None
         x = self._language_model.embed(batch, encoded)
+        if isinstance(self._language_model, EncoderDecoder):
+            x = self._language_model.read(x, batch)[:-1]
         if self._cache is None:
             self._cache = self._new_cache(x)
         inputs = x.split([*batch.token_lengths, len(x) - sum(batch.token_lengths)])
@@ -269,7 +273,9 @@ class ConversationEngine(SlotEngine[_Answer]):
             entering.append(answer)
         return entering
 
-    def _admit(self, cache: CachedConversations) -> None:
+    def _admit(self, cache: CachedConversations | EncodedConversations) -> None:
+        if self._active and isinstance(cache, EncodedConversations):
+            return
         entering = self._take_admissible(len(self._active))
         if not entering:
             return
@@ -286,12 +292,14 @@ class ConversationEngine(SlotEngine[_Answer]):
             answer.x, answer.rows = None, [row]
         self._active = [*self._active, *entering]
 
-    def _new_cache(self, x: Tensor) -> CachedConversations:
+    def _new_cache(self, x: Tensor) -> CachedConversations | EncodedConversations:
         """Return a cache with one row for the data type of input rows, and limit its pages."""
         kind, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         self._idle = [0]
+        if isinstance(self._language_model, EncoderDecoder):
+            return EncodedConversations(self._language_model, 1)
         cache = CachedConversations(self._language_model, 1, dtype, paged=self._paged)
         if self._pages is None and kind == "cuda" and cache.page_bytes:
             free = torch.cuda.mem_get_info(x.device)[0]
@@ -300,7 +308,9 @@ class ConversationEngine(SlotEngine[_Answer]):
             self._pages = max(1, int(_FREE_SHARE * free) // cache.page_bytes)
         return cache
 
-    def _continue_greedy(self, cache: CachedConversations, best: list[int]) -> None:
+    def _continue_greedy(
+        self, cache: CachedConversations | EncodedConversations, best: list[int]
+    ) -> None:
         active, ended, read = [], [], [0] * len(best)
         for answer in self._active:
             (row,), ((_, text),) = answer.rows, answer.beam
@@ -328,7 +338,9 @@ class ConversationEngine(SlotEngine[_Answer]):
                 answer.rows = [row]
         cache.read(read)
 
-    def _continue_beam(self, cache: CachedConversations, log_probs: Tensor) -> None:
+    def _continue_beam(
+        self, cache: CachedConversations | EncodedConversations, log_probs: Tensor
+    ) -> None:
         # As many of the best tokens may be stops.
         count = min(self._beam + len(self._stops), log_probs.shape[1])
         values, tokens = (x.tolist() for x in log_probs.topk(count, dim=1))

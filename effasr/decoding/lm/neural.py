@@ -205,7 +205,7 @@ def load_neural_lm(
     disable_progress_bar()
     try:
         path = directory / CONFIG_FILE
-        config = model_config(json.dumps(read_json_object(path)), str(path))
+        config = model_config(json.dumps(read_json_object(path)), str(path), causal=True)
         check_sizes(config, path)
         weights = read_weights(directory, SAFETENSORS)
         kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -39,7 +39,7 @@ class CausalScorer:
         device: torch.device | str = "cpu",
         row_budget: int = 8192,  # of a packed forward; a longer text has its own
     ) -> None:
-        architecture = read_architecture(directory)
+        architecture = read_architecture(directory, causal=True)
         # Text alone: the adapter from speech is as small as can be, and unused.
         config = LanguageModelConfig(architecture=architecture, stack=1, adapter="linear")
         model = LanguageModel(config, encoder_width=1)

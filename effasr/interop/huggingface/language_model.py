@@ -1,4 +1,4 @@
-"""Causal language models in transformers' folders, and exported speech language models."""
+"""Language models in transformers' folders, and exported speech language models."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ def read_language_model(directory: str | Path, model: LanguageModel) -> None:
             "model.language_model.weights=random to draw them."
         ) from error
     state, names = model.state_dict(), dict(model.causal_names())
-    if not any(name.startswith(f"{model.base_name}.") for name in weights):
+    if not any(name.startswith(model.prefix) for name in weights):
         # A folder of the base model, which has no name for it.
-        prefix = f"{model.base_name}."
         expected = set(names.values())
-        weights = {n if n in expected else prefix + n: value for n, value in weights.items()}
+        weights = {n if n in expected else model.prefix + n: value for n, value in weights.items()}
     missing = [theirs for theirs in names.values() if theirs not in weights]
-    unknown = weights.keys() - set(names.values())
-    if model.lm_head is None:
-        # Some folders have the tied weight twice.
-        unknown -= {f"{model.output_name}.weight"}
+    unknown = weights.keys() - set(names.values()) - model.tied_names
+    # BART's bias of logits, in all but a few models zeros.
+    unknown = {name for name in unknown if name != "final_logits_bias" or weights[name].any()}
     if missing or unknown:
         first = f"lacks {missing[0]}" if missing else f"has {min(unknown)}, which is unknown"
         raise ValueError(
@@ -56,7 +54,7 @@ def read_language_model(directory: str | Path, model: LanguageModel) -> None:
 def write_language_model(
     model: LanguageModel, directory: str | Path, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Write a folder that transformers' ``AutoModelForCausalLM`` loads; adapters must be merged."""
+    """Write a folder that an ``AutoModel`` of transformers loads; adapters must be merged."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict()
@@ -78,8 +76,8 @@ SPEECH_FOLDER, SPEECH_WEIGHTS = "speech", "speech.safetensors"
 
 _README = """# Speech language model
 
-`config.json`, `model.safetensors` and the tokenizer are a causal language model, which
-`transformers.AutoModelForCausalLM.from_pretrained` loads from this folder.
+`config.json`, `model.safetensors` and the tokenizer are a language model, which
+`transformers.{loader}.from_pretrained` loads from this folder.
 
 `speech/` has what turns speech into its rows, trained with effasr:
 
@@ -90,11 +88,14 @@ To join them: the encoder gives one frame of {width} channels for every {millise
 {stack} neighbouring frames, the last ones of a recording extended with zeros, and project them:
 {adapter}. Render the conversation with the tokenizer's chat template, with the recording where the
 user speaks; tokenize the texts before and after it separately, embed them with the language model's
-embedding, put the rows of speech between them, and pass all as `inputs_embeds`.
+embedding, put the rows of speech between them, and pass all as `inputs_embeds`.{memory}
 
 In effasr, `init_from` of a run or `effasr chat --run` take the checkpoint that this was exported
 from.
 """
+
+_MEMORY = """ Pass the texts
+alone: the decoder's `encoder_hidden_states` are the encoder's output and the rows of speech."""
 
 
 def export_speech_llm(model: ASRModel, directory: str | Path, tokenizer: Tokenizer) -> None:
@@ -124,5 +125,7 @@ def export_speech_llm(model: ASRModel, directory: str | Path, tokenizer: Tokeniz
         milliseconds=1000 * model.config.features.framing.seconds,
         stack=settings.stack,
         adapter=adapter,
+        loader=language_model.loader,
+        memory=_MEMORY if settings.speech_input == "decoder" else "",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Builds causal language models of transformers from their ``config.json``.
+"""Builds language models of transformers from their ``config.json``.
 
 The modules are those of the installed transformers. Code that a folder may contain is never run.
 """
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from effasr.checks import LIMITS
+from effasr.data.tokenizer.chat import ENCODER_DECODERS
 from effasr.model.language_model.packed_attention import CONTEXT, PackedContext, register
 from effasr.untrusted.documents import parse_json, read_json_object
 from effasr_kernels import PackedLayout
@@ -39,7 +40,7 @@ _MATRICES = (
 """Fields of a configuration whose product is at most the number of weights."""
 
 
-def read_architecture(directory: str | Path) -> str:
+def read_architecture(directory: str | Path, *, causal: bool = False) -> str:
     """The ``config.json`` of a language model as one line of JSON."""
     path = Path(directory) / CONFIG_FILE
     if not path.is_file():
@@ -54,7 +55,7 @@ def read_architecture(directory: str | Path) -> str:
             "model in bfloat16 or float32."
         )
     text = json.dumps(mapping, sort_keys=True)
-    check_sizes(model_config(text, str(path)), path)
+    check_sizes(model_config(text, str(path), causal=causal), path)
     return text
 
 
@@ -82,17 +83,23 @@ def check_sizes(config: Any, path: Path) -> None:
             )
 
 
-def model_config(architecture: str, origin: str = "language_model.architecture") -> Any:
-    """The configuration object of transformers for a ``config.json``."""
+def model_config(
+    architecture: str, origin: str = "language_model.architecture", *, causal: bool = False
+) -> Any:
+    """The configuration object of transformers for a ``config.json``.
+
+    With ``causal``, encoder-decoder models are refused.
+    """
     transformers = import_transformers()
     mapping = parse_json(architecture, origin)
     kind = mapping.pop("model_type", None) if isinstance(mapping, dict) else None
     supported = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not isinstance(kind, str) or kind not in supported:
+    if not isinstance(kind, str) or kind not in (*supported, *(() if causal else ENCODER_DECODERS)):
         raise ValueError(
             f"{origin}: `model_type` must be a causal language model of transformers "
-            f"{transformers.__version__}, such as llama, qwen2, qwen3, gemma or gemma3_text, but "
-            f"is {str(kind)[:60]!r}: models that need code of their folder are not supported."
+            f"{transformers.__version__}, such as llama, qwen2, qwen3, gemma or gemma3_text, or "
+            f"behind an encoder {', '.join(ENCODER_DECODERS)}, but is {str(kind)[:60]!r}: models "
+            "that need code of their folder are not supported."
         )
     # Private keys choose implementations, which are ours to choose.
     fields = {key: value for key, value in mapping.items() if not key.startswith("_")}
@@ -116,15 +123,23 @@ def import_transformers() -> Any:
     return transformers
 
 
-def build_causal_model(architecture: str) -> Any:
-    """Transformers' model in float32 with packed attention and initialized weights."""
+@cache
+def is_encoder_decoder(architecture: str) -> bool:
+    return model_config(architecture).model_type in ENCODER_DECODERS
+
+
+def build_model(architecture: str) -> Any:
+    """Transformers' model in float32 with initialized weights; packed attention if it is causal."""
     transformers, config = import_transformers(), model_config(architecture)
     config.use_cache = False
+    kind, attention = transformers.AutoModelForCausalLM, register()
+    if is_encoder_decoder(architecture):
+        kind, attention = transformers.AutoModelForSeq2SeqLM, "sdpa"
     try:
-        return transformers.AutoModelForCausalLM.from_config(
+        return kind.from_config(
             config,
             trust_remote_code=False,
-            attn_implementation=register(),
+            attn_implementation=attention,
             dtype=torch.float32,
         )
     except Exception as error:  # Sizes that do not fit each other fail anywhere in a constructor.
@@ -158,7 +173,7 @@ class ModelSizes:
 @cache
 def model_sizes(architecture: str) -> ModelSizes:
     with torch.device("meta"):
-        model = build_causal_model(architecture)
+        model = build_model(architecture)
     config, output = model.config, model.get_output_embeddings()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -166,6 +181,9 @@ def model_sizes(architecture: str) -> ModelSizes:
     tables = {id(x) for module in (embedding, output) for x in module.parameters()}
     tables |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = sum(x.numel() for x in model.parameters() if x.ndim == 2 and id(x) not in tables)
+    if is_encoder_decoder(architecture):
+        # A row passes one of two stacks, which have about as many weights.
+        linear //= 2
     return ModelSizes(
         width=embedding.weight.shape[1],
         vocab_size=output.weight.shape[0],
@@ -191,8 +209,10 @@ def host_read(architecture: str) -> str | None:
     without values, so it takes no memory, and whatever reads a value fails. A forward that fails
     for another reason, as some mixtures of experts do, counts as one that reads.
     """
+    if is_encoder_decoder(architecture):
+        return "padded batches of encoder and decoder have a shape each"
     with FakeTensorMode(), torch.no_grad(), _without_log():
-        causal = build_causal_model(architecture).train()
+        causal = build_model(architecture).train()
         model = getattr(causal, causal.base_model_prefix)
         layout = PackedLayout.from_lengths(_LENGTHS)
         width = causal.get_input_embeddings().weight.shape[1]

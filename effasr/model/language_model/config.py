@@ -10,7 +10,9 @@ from effasr.checks import check, check_choices, check_positive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageModelConfig:
-    """A causal language model of transformers, and the adapter from the encoder to it.
+    """A language model of transformers, and the adapter from the encoder to it.
+
+    It is causal, or has an encoder and a decoder of its own (T5, mT5, UMT5, BART).
 
     Attributes:
         path: Folder of the language model: ``config.json``, a tokenizer with a chat template, and
@@ -24,6 +26,9 @@ class LanguageModelConfig:
         adapter: ``linear``: one layer. ``mlp``: two, with GELU between them.
         adapter_width: Channels between the layers of ``mlp``; by default those of the language
             model.
+        speech_input: Part of an encoder-decoder model that reads the adapter's rows: ``encoder``,
+            among embedded tokens, or ``decoder``, whose cross-attention reads them beside the
+            encoder's output for the texts. A causal model has ``encoder``.
     """
 
     path: str = ""
@@ -32,10 +37,12 @@ class LanguageModelConfig:
     stack: int = 4
     adapter: Literal["linear", "mlp"] = "mlp"
     adapter_width: int | None = None
+    speech_input: Literal["encoder", "decoder"] = "encoder"
 
     def __post_init__(self) -> None:
         check_positive(self, "stack")
         check_choices(self, adapter=("linear", "mlp"), weights=("pretrained", "random"))
+        check_choices(self, speech_input=("encoder", "decoder"))
         if self.adapter_width is not None:
             check_positive(self, "adapter_width")
             check(

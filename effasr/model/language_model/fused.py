@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from effasr.model.language_model.architecture import build_causal_model
+from effasr.model.language_model.architecture import build_model
 from effasr.nn.residual import is_fused
 from effasr_kernels import gated_activation, rms_norm
 
@@ -90,7 +90,7 @@ def fuse(model: nn.Module) -> FusedModules:
 def fused_modules(architecture: str) -> str:
     """How many modules of each kind are fused in a language model, as shown to users."""
     with torch.device("meta"):
-        return str(fuse(build_causal_model(architecture)))
+        return str(fuse(build_model(architecture)))
 
 
 def _resembles_norm(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from effasr.data.conversation.batch import ConversationBatch
-from effasr.model.language_model.architecture import build_causal_model
+from effasr.model.language_model.architecture import build_model
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.language_model.fused import fuse
 from effasr.model.language_model.packed_attention import (
@@ -51,11 +51,14 @@ _PROBE_ROWS = 7
 
 
 class LanguageModel(nn.Module):
-    """transformers' modules of a causal language model, and the adapter in front of them.
+    """transformers' modules of a language model, and the adapter in front of them.
 
     Modules that compute what an operation does are `effasr.model.language_model.fused`.
     The logits are ``hidden @ output_weight.T + output_bias``; tied weights are one parameter.
     """
+
+    attention, loader = IMPLEMENTATION, "AutoModelForCausalLM"  # Names in transformers
+    stacks = 1  # Of layers, of which a row passes one
 
     def __init__(self, config: LanguageModelConfig, encoder_width: int):
         super().__init__()
@@ -64,12 +67,19 @@ class LanguageModel(nn.Module):
                 "`language_model.architecture` must be the content of a config.json here, but is "
                 "null: read it from `path`."
             )
-        causal = build_causal_model(config.architecture)
+        causal = build_model(config.architecture)
         embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
         self.config = config
-        self.base_name: str = causal.base_model_prefix
         self.output_name = next(n for n, module in causal.named_modules() if module is output)
-        self.model: Any = getattr(causal, self.base_name)
+        self.model: Any = causal.base_model
+        # Before the names of the model's weights in transformers' causal model.
+        self.prefix = ""
+        if self.model is causal:
+            setattr(causal, self.output_name, None)
+        else:
+            self.prefix = f"{causal.base_model_prefix}."
+        # Weights that a folder may have besides, most of them a second time.
+        self.tied_names = set(causal.all_tied_weights_keys)
         self.fused = fuse(self.model)
         # A second name of a tied weight would be saved twice.
         self.lm_head = None if output.weight is embedding.weight else output
@@ -105,7 +115,9 @@ class LanguageModel(nn.Module):
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
         return x.index_copy(0, batch.speech_rows, speech)[:-1]
 
-    def forward(self, x: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(
+        self, x: Tensor, layout: PackedLayout, batch: ConversationBatch | None = None
+    ) -> Tensor:
         """Map input rows (U, width) to hidden states (U, width), each conversation on its own."""
         return self.run(x, layout.positions(), PackedContext(layout))
 
@@ -156,7 +168,7 @@ class LanguageModel(nn.Module):
     def causal_names(self) -> Iterator[tuple[str, str]]:
         """Yield the names of the weights here, and in transformers' causal model."""
         for name in self.model.state_dict():
-            yield f"model.{name}", f"{self.base_name}.{name}"
+            yield f"model.{name}", f"{self.prefix}{name}"
         if self.lm_head is not None:
             for name in self.lm_head.state_dict():
                 yield f"lm_head.{name}", f"{self.output_name}.{name}"
@@ -168,12 +180,8 @@ class LanguageModel(nn.Module):
         weight = self.embed_tokens.weight
         x = torch.randn(2 * _PROBE_ROWS, weight.shape[1], generator=generator)
         x = (x * weight.float().std().cpu()).to(weight)
-        layout = PackedLayout.from_lengths([_PROBE_ROWS] * 2, weight.device)
         with _Evaluating(self):
-            actual = self.logits(self(x, layout))
-            with self._as_causal() as causal:
-                rows = x.view(2, _PROBE_ROWS, -1)
-                expected = causal(inputs_embeds=rows, use_cache=False).logits.flatten(0, 1)
+            actual, expected = self._probed(x)
         worst = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
         if not worst <= _TOLERANCE:
             raise ValueError(
@@ -181,6 +189,13 @@ class LanguageModel(nn.Module):
                 f"{worst:.2g} of the largest: this family of language models computes more than "
                 "causal attention and a linear output: choose another one."
             )
+
+    def _probed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of two sequences of rows, and those of transformers."""
+        actual = self.logits(self(x, PackedLayout.from_lengths([_PROBE_ROWS] * 2, x.device)))
+        with self._as_causal() as causal:
+            rows = x.view(2, _PROBE_ROWS, -1)
+            return actual, causal(inputs_embeds=rows, use_cache=False).logits.flatten(0, 1)
 
     def _as_causal(self) -> _CausalView:
         return _CausalView(self)
@@ -192,12 +207,16 @@ class _CausalView:
     def __init__(self, owner: LanguageModel) -> None:
         self._owner = owner
 
-    def __enter__(self) -> Callable[..., Any]:
+    def __enter__(self) -> Any:
         owner = self._owner
         assert owner.config.architecture is not None
         with torch.device("meta"):
-            causal = build_causal_model(owner.config.architecture)
-        setattr(causal, owner.base_name, owner.model)
+            causal = build_model(owner.config.architecture)
+        if owner.prefix:
+            setattr(causal, causal.base_model_prefix, owner.model)
+        else:
+            for name, module in owner.model.named_children():
+                setattr(causal, name, module)
         if owner.lm_head is not None:
             causal.set_submodule(owner.output_name, owner.lm_head)
         else:
@@ -209,7 +228,7 @@ class _CausalView:
         return causal.eval()
 
     def __exit__(self, *args: object) -> None:
-        self._owner.model.set_attn_implementation(IMPLEMENTATION)
+        self._owner.model.set_attn_implementation(self._owner.attention)
         self._owner.fused.resume()
 
 

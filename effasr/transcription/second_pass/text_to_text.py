@@ -1,12 +1,14 @@
-"""Texts written from texts, by a model with a text encoder."""
+"""Texts written from texts, by a model with a text encoder or a language model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from effasr.checkpoint import LoadedModel
 from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.collate import TextExample, collate_text
@@ -21,6 +23,8 @@ from effasr.model.config import ModelConfig
 from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr_kernels import PackedSequence
+
+_SLOTS = 16  # texts that a language model answers at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,10 @@ def source_of(config: ModelConfig, source: str | None) -> str | None:
 
 
 class TextToText:
-    """Writes texts from texts, such as translations, in packed batches on the model's device."""
+    """Writes texts from texts, such as translations, in packed batches on the model's device.
+
+    A language model answers them: its instruction is a part of the text.
+    """
 
     def __init__(
         self,
@@ -58,18 +65,22 @@ class TextToText:
         *,
         source: str | None = None,
     ) -> None:
-        has_encoder = model.config.text_encoder is not None
-        check(has_encoder, "model.text_encoder", "be given to read texts", None)
-        config = replace(config or DecodingConfig(), method="attention")
+        self._answers_texts = model.config.language_model is not None
+        reads = self._answers_texts or model.config.text_encoder is not None
+        check(reads, "model.text_encoder", "be given to read texts", None)
+        method: Any = "language_model" if self._answers_texts else "attention"
+        config = replace(config or DecodingConfig(), method=method)
         check_config(model, config)
         for name in ("ctc_weight", "words", "word_confidence", "score_parts", "second_lm"):
             value = getattr(config, name)
             check(not value, name, "be left out to read texts, which have no audio", value)
         self.model, self.tokenizer, self.source = model, tokenizer, source
         self._experts = model.config.named_experts(text=True)
-        self.config = replace(config, nbest=None, confidence=True)
+        self.config = replace(config, nbest=None, confidence=not self._answers_texts)
 
     def check(self, prompt: Prompt, source: str | None = None) -> None:
+        if self._answers_texts:
+            return
         self.tokenizer.prompt(prompt)
         self._expert(prompt, source)
 
@@ -81,6 +92,8 @@ class TextToText:
         sources: Sequence[str | None] | None = None,  # by default ``self.source``
     ) -> list[Written]:
         """Write a text for each source text and prompt; the order does not matter."""
+        if self._answers_texts:
+            return self._answers([text for text, _ in requests])
         sources = [None] * len(requests) if sources is None else sources
         examples = [
             TextExample(
@@ -108,6 +121,26 @@ class TextToText:
                 texts = self._batch(group, compared, same)
                 written.update(zip(members, texts, strict=True))
         return [written[index] for index in range(len(examples))]
+
+    def _answers(self, texts: Sequence[str]) -> list[Written]:
+        # Imported here, because transformers takes seconds.
+        from effasr.data.conversation.messages import Message
+        from effasr.transcription.answers import Responder
+
+        tokens = max((len(self.tokenizer.encode(text, "")) for text in texts), default=1)
+        with evaluating(self.model):
+            responder = Responder(
+                LoadedModel(self.model, self.tokenizer, Prompt()),
+                beam=self.config.beam,
+                max_tokens=self.config.max_tokens(tokens),
+                slots=min(self.config.max_sequences, _SLOTS),
+            )
+            written = []
+            for answer in responder.answers([Message("user", (text,))] for text in texts):
+                if isinstance(answer, Exception):
+                    raise answer
+                written.append(Written(answer.text, answer.truncated))
+        return written
 
     def _expert(self, prompt: Prompt, source: str | None) -> int | None:
         """Return the number of the expert for a text; None where no name chooses it."""
