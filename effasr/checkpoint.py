@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from effasr import config as configuration
+from effasr.checks import check
 from effasr.data.checksums import verify
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
@@ -75,6 +76,23 @@ class LoadedModel:
     tokenizer: Tokenizer
     prompt: Prompt
 
+    def with_head(self, head: str) -> LoadedModel:
+        """Return the encoder with one output, ``decoder``, ``transducer`` or ``ctc``."""
+        config = self.model.config
+        heads = [name for name in ("decoder", "transducer", "ctc") if getattr(config, name)]
+        rule = f"be an output of the model ({', '.join(heads)})"
+        check(head in heads, "--head", rule, head)
+        config = replace(
+            config,
+            decoder=config.decoder if head == "decoder" else None,
+            transducer=config.transducer if head == "transducer" else None,
+            ctc=head == "ctc",
+            text_encoder=None,
+        )
+        names = ("encoder.", *{"decoder": ("decoder.", "projection.")}.get(head, (head,)))
+        state = {k: v for k, v in self.model.state_dict().items() if k.startswith(names)}
+        return self._with(config, state)
+
     def with_window(self, seconds: float) -> LoadedModel:
         """Return a Whisper with the same weights that hears silence up to ``seconds``."""
         config = self.model.config
@@ -91,7 +109,9 @@ class LoadedModel:
                 f"is {seconds:g}."
             )
         config = replace(config, features=replace(features, minimum_s=seconds))
-        state = self.model.state_dict()
+        return self._with(config, self.model.state_dict())
+
+    def _with(self, config: ModelConfig, state: Mapping[str, Tensor]) -> LoadedModel:
         model = ASRModel.from_state_dict(config, self.model.vocab_size, state).eval()
         model.durations = self.model.durations
         return replace(self, model=model.to(next(self.model.parameters()).device))

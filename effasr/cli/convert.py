@@ -186,6 +186,11 @@ def add_export(command: AddCommand) -> None:
         help="what to write (default: nemo where OUT ends in .nemo, else huggingface)",
     )
     parser.add_argument(
+        "--head",
+        choices=("decoder", "transducer", "ctc"),
+        help="the only output to export (default: all that the format holds)",
+    )
+    parser.add_argument(
         "--quantization",
         choices=("float32", "float16", "bfloat16", "int8", "int8_float16", "int8_float32"),
         metavar="TYPE",
@@ -226,6 +231,7 @@ def run_export(options: argparse.Namespace) -> int:
 
     format_ = _format(options)
     loaded, sources = load_run(options.model, options.averaged, progress=reading)
+    loaded = loaded if options.head is None else loaded.with_head(options.head)
     if loaded.model.language_model is not None and format_ != "huggingface":
         raise ValueError(
             f"`--format` must be huggingface for a model with a language model, but is {format_}."
@@ -251,7 +257,6 @@ def _language_model(options: argparse.Namespace, loaded: LoadedModel) -> str:
 def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     if loaded.model.language_model is not None:
         return _language_model(options, loaded)
-    from effasr.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer
     from effasr.training.checkpointing.export_folder import export_folder
 
     readme = options.out / "README.md"
@@ -259,16 +264,22 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
     dropped = ("generation_config.json", "model.safetensors.index.json")
     with export_folder(options.out, dropped) as out:
         loader = _write_hugging_face(loaded, out)
-        own = isinstance(loaded.tokenizer, HuggingFaceTokenizer | CharacterTokenizer)
-        _write_card(options, loaded, sources, out / readme.name, readme, loader, own_tokenizer=own)
+        settings: dict[str, Any] = {
+            "has_tokenizer": any((out / x).is_file() for x in ("tokenizer.json", "vocab.json"))
+        }
+        if loader.startswith(("Canary", "CohereAsr")):  # The prompt of others is in their settings.
+            settings["prompt"] = tuple(loaded.tokenizer.prompt(loaded.prompt))
+        _write_card(options, loaded, sources, out / readme.name, readme, loader, **settings)
     return f"load it with {loader}.from_pretrained"
 
 
 def _write_hugging_face(loaded: LoadedModel, out: Path) -> str:
     """Write weights, configuration and tokenizer; return the class that loads them."""
-    from effasr.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, WhisperTokenizer
+    from effasr.data.tokenizer import CharacterTokenizer, WhisperTokenizer
+    from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
     from effasr.interop.huggingface.checkpoint import export_model
     from effasr.interop.huggingface.files import SpecialTokens
+    from effasr.interop.huggingface.sentence_piece import export_sentence_piece
 
     tokenizer = loaded.tokenizer
     start = tokenizer.prompt(loaded.prompt)[0]
@@ -284,10 +295,17 @@ def _write_hugging_face(loaded: LoadedModel, out: Path) -> str:
         ),
     )
     loader = export_model(loaded.model, out, tokens)
-    if isinstance(tokenizer, HuggingFaceTokenizer | CharacterTokenizer):
+    if not isinstance(tokenizer, AggregateTokenizer):
         tokenizer.save(out)
-    else:
-        log("export", "the tokenizer is not exported, because transformers cannot read it")
+        return loader
+    has_blank = loader.startswith(("Parakeet", "Nemotron"))
+    pad_id = tokenizer.vocab_size if has_blank else tokens.pad_id
+    try:
+        export_sentence_piece(
+            tokenizer, out, pad_id=pad_id, bos_id=tokens.bos_id, eos_id=tokens.eos_id
+        )
+    except (ImportError, ValueError) as error:
+        log("export", f"the tokenizer is not exported: {error}")
     return loader
 
 

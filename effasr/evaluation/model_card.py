@@ -39,7 +39,8 @@ class ModelCard:
     parameters: int
     languages: Sequence[str]  # codes of its output languages
     configuration: str  # configuration of the model as YAML
-    own_tokenizer: bool = True  # whether transformers can read its tokenizer
+    has_tokenizer: bool = True  # whether the folder has one that transformers reads
+    prompt: tuple[int, ...] = ()  # tokens before the text, where `generate` does not know them
     library: str = "transformers"
     usage: str = ""  # how to call it, where that is not by transformers
     base: str | None = None  # model that its training began from
@@ -109,6 +110,8 @@ class ModelCard:
         # Wav2Vec2ForCTC and HubertForCTC have no `generate`.
         has_generate = self.loader.startswith("Parakeet") or not self.loader.endswith("ForCTC")
         call = "model.generate(**inputs)" if has_generate else "model(**inputs).logits.argmax(-1)"
+        if self.prompt:
+            call = "model.generate(**inputs, decoder_input_ids=prompt)"
         lines = [
             "import soundfile",
             f"from transformers import AutoFeatureExtractor, AutoTokenizer, {self.loader}",
@@ -119,16 +122,19 @@ class ModelCard:
             'inputs = extractor(samples, sampling_rate=rate, return_tensors="pt")',
             f"tokens = {call}",
         ]
+        if self.prompt:
+            lines[:1] = ["import soundfile", "import torch"]
+            lines[-1:-1] = [f"prompt = torch.tensor([{list(self.prompt)}])"]
         note = (
             "Its tokenizer is effasr's own, which transformers cannot read: it comes with the "
             "model directory of effasr, not with this folder."
         )
-        if self.own_tokenizer:
+        if self.has_tokenizer:
             note = "It runs in the folder of this file."
             decode = "decode(tokens[0], skip_special_tokens=True)"
             lines.append(f'print(AutoTokenizer.from_pretrained(".").{decode})')
         else:
-            lines[1] = lines[1].replace(" AutoTokenizer,", "")
+            lines = [line.replace(" AutoTokenizer,", "") for line in lines]
         return "\n".join(["## Use", "", "```python", *lines, "```", "", note])
 
     def _results(self) -> str:

@@ -6,14 +6,17 @@ import os
 import shutil
 
 import pytest
+import soundfile
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from effasr.checkpoint import WEIGHTS, load_model, resolve
 from effasr.data.checksums import sha256
+from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.model_card import ModelCard
 from effasr.training.checkpointing.averaging import load_run
+from effasr.transcription.transcribe import Waveform, transcribe
 
 
 @pytest.fixture
@@ -83,6 +86,36 @@ def test_other_formats_have_cards_too(effasr, run, tmp_path, monkeypatch, out, c
     path.write_text("by hand")
     assert effasr("export", run, tmp_path / out, *format_).code == 0
     assert path.read_text() == "by hand"
+
+
+@pytest.mark.parametrize("head", ["decoder", "ctc"])
+def test_the_code_of_the_card_transcribes_as_effasr_does(
+    effasr, run, workplace, tmp_path, monkeypatch, capsys, head
+):
+    pytest.importorskip("transformers")
+    done = effasr("export", run, tmp_path / "hf", "--head", head)
+    assert done.code == 0, done.err
+    shutil.copy(workplace.wav, tmp_path / "hf" / "recording.wav")
+    method = "attention" if head == "decoder" else head
+    loaded = load_model(resolve(run))
+    loaded.model.durations = None  # else it would be cut into two
+    search = DecodingConfig(method=method, fallback=False)
+    samples = [Waveform("0", *soundfile.read(workplace.wav, dtype="float32"))]
+    (ours,) = transcribe(
+        loaded.model, loaded.tokenizer, samples, prompt=loaded.prompt, config=search
+    )
+    monkeypatch.chdir(tmp_path / "hf")
+    code = (tmp_path / "hf" / "README.md").read_text().split("```python")[1].split("```")[0]
+    capsys.readouterr()
+    exec(code, {})
+    # Special tokens are left out, which unknown ones are in transformers.
+    assert capsys.readouterr().out.strip() == ours.text.replace("⁇", "").strip()
+
+
+def test_another_head_is_refused(effasr, run, tmp_path):
+    done = effasr("export", run, tmp_path / "hf", "--head", "transducer")
+    assert done.code == 2
+    assert "`--head` must be an output of the model (decoder, ctc), but is transducer" in done.err
 
 
 def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog):
