@@ -325,11 +325,6 @@ def _format(options: argparse.Namespace) -> str:
             f"{out} must be a new folder or an earlier export, but is a model of effasr, "
             "which would be overwritten."
         )
-    if chosen not in _CARDS and (options.license or options.author or options.base_model):
-        raise ValueError(
-            f"`--license`, `--author` and `--base-model` must be left out for `--format {chosen}`, "
-            "which has no model card."
-        )
     if chosen != "ctranslate2" and options.quantization is not None:
         raise ValueError(
             f"`--quantization` must be left out for `--format {chosen}`, but is "
@@ -421,9 +416,20 @@ def _sherpa(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path
             f"{type(loaded.tokenizer).__name__}."
         )
     context = _context(options, loaded)
+    kind = "OfflineRecognizer" if context is None else "OnlineRecognizer"
     with export_folder(options.out) as out:
         graphs = export_sherpa(loaded.model, out, loaded.tokenizer.pieces(), context)
-    kind = "OfflineRecognizer" if context is None else "OnlineRecognizer"
+        make, files = f"{kind}.from_nemo_ctc", 'model="model.onnx"'
+        if "encoder.onnx" in graphs:
+            make = f"{kind}.from_transducer"
+            files = ", ".join(f'{x}="{x}.onnx"' for x in ("encoder", "decoder", "joiner"))
+            files += "" if context is not None else ', model_type="nemo_transducer"'
+        sizes = f'tokens="tokens.txt", feature_dim={loaded.model.config.features.mel_bins}'
+        call = f"recognizer = sherpa_onnx.{make}(\n    {files},\n    {sizes},\n)"
+        usage = f"```python\nimport sherpa_onnx\n\n{call}\n```"
+        readme = options.out / "README.md"
+        settings = {"library": "sherpa-onnx", "usage": usage}
+        _write_card(options, loaded, sources, out / readme.name, readme, kind, **settings)
     return f"{', '.join(graphs)} and tokens.txt, for sherpa-onnx's {kind}"
 
 
@@ -436,6 +442,15 @@ def _ctranslate2(options: argparse.Namespace, loaded: LoadedModel, sources: list
     with TemporaryDirectory(prefix="effasr-") as folder, export_folder(options.out) as out:
         _write_hugging_face(loaded, Path(folder))
         write_ctranslate2(Path(folder), out, quantization)
+        lines = (
+            "from faster_whisper import WhisperModel",
+            "",
+            'parts, _ = WhisperModel(".").transcribe("recording.wav")',
+            'print("".join(part.text for part in parts))',
+        )
+        readme, usage = options.out / "README.md", "\n".join(("```python", *lines, "```"))
+        settings = {"library": "ctranslate2", "usage": usage}
+        _write_card(options, loaded, sources, out / readme.name, readme, "WhisperModel", **settings)
     return f"load it with faster_whisper.WhisperModel({str(options.out)!r}), {quantization}"
 
 
@@ -446,9 +461,6 @@ _WRITERS = {
     "sherpa-onnx": _sherpa,
     "ctranslate2": _ctranslate2,
 }
-
-
-_CARDS = ("huggingface", "nemo", "onnx")  # formats with a model card
 
 
 def _write_card(

@@ -67,22 +67,29 @@ def test_the_card_is_one_of_the_hub(effasr, run, tmp_path):
     assert str(tmp_path) not in card.content
 
 
-@pytest.mark.parametrize(("out", "card"), [("o.nemo", "o.md"), ("onnx", "onnx/README.md")])
-def test_other_formats_have_cards_too(effasr, run, tmp_path, monkeypatch, out, card):
-    if out == "onnx":
+COMMANDS = {
+    "nemo": "restore_from('o.nemo')",
+    "onnx": "python infer.py recording.wav",
+    "sherpa-onnx": 'OfflineRecognizer.from_nemo_ctc(\n    model="model.onnx",',
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_other_formats_have_cards_too(effasr, run, tmp_path, monkeypatch, kind):
+    out, card = ("o.nemo", "o.md") if kind == "nemo" else ("onnx", "onnx/README.md")
+    if kind != "nemo":
         pytest.importorskip("onnxscript")
     options = ("--license", "mit", "--base-model", "nvidia/canary")
-    format_ = ("--format", "onnx") if out == "onnx" else ()
+    format_ = ("--format", kind)
     done = effasr("export", run, tmp_path / out, *format_, *options)
     assert done.code == 0, done.err
     path = tmp_path / card
     head, text = front(path), path.read_text()
     assert (head["license"], head["base_model"]) == ("mit", "nvidia/canary")
-    assert head["library_name"] == ("onnx" if format_ else "nemo")
+    assert head["library_name"] == kind
     assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == 12.5
     assert "- Trained from: nvidia/canary" in text
-    command = "python infer.py recording.wav" if format_ else "restore_from('o.nemo')"
-    assert command in text
+    assert COMMANDS[kind] in text
     path.write_text("by hand")
     assert effasr("export", run, tmp_path / out, *format_).code == 0
     assert path.read_text() == "by hand"

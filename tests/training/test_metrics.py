@@ -1,6 +1,7 @@
 """Figures of a step and the work that they stand for, and how they are shown."""
 
 import io
+import random
 
 import numpy as np
 import pytest
@@ -234,6 +235,37 @@ def test_without_a_terminal_there_is_one_plain_line_per_entry(monkeypatch):
     assert lines[3:5] == ["3/9 utterances of dev are decoded", lines[4]]
     assert lines[4].endswith("ETA 0:01:20")  # 60 steps and two validations
     assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "first_s", "step_s", "validation_s", "checkpoint_s"),
+    [
+        (11_000, 1000, 0.3, 0.14, 8.0, 0.2),  # small, on a CPU
+        (480, 120, 2.0, 1.5, 45.0, 3.0),  # a Whisper, whose first validation is before training
+        (20_000, 2000, 240.0, 0.31, 90.0, 20.0),  # with torch.compile, on a GPU
+    ],
+)
+def test_the_time_left_is_within_a_fifth_after_a_twentieth_of_the_steps(
+    monkeypatch, total, every, first_s, step_s, validation_s, checkpoint_s
+):
+    now, left, ends = 0.0, {}, {}
+    monkeypatch.setattr(run_log.time, "monotonic", lambda: now)
+    console, lengths = Console(file=io.StringIO()), random.Random(0)
+    with ProgressDisplay(total, 0, 1, console, validate_every=every) as display:
+        display.validation_s = validation_s if total == 480 else 0.0
+        monkeypatch.setattr(display, "show", lambda line: left.update({step: line}))
+        for step in range(1, total + 1):
+            now += first_s if step == 1 else step_s * lengths.uniform(0.6, 1.4)
+            display.advance(step)
+            display.metrics(LINE | {"step": step, "step_s": step_s})
+            ends[step] = now
+            if step % every == 0:
+                now += validation_s + checkpoint_s
+                display.validation_s = validation_s
+                display.validated_s += validation_s
+    hours, minutes, seconds = map(int, left[total // 20].rpartition("ETA ")[2].split(":"))
+    expected = now - ends[total // 20]
+    assert abs(3600 * hours + 60 * minutes + seconds - expected) < 0.2 * expected
 
 
 def test_the_line_of_progress_fits_80_columns():
