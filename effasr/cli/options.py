@@ -43,7 +43,7 @@ NBEST = ("nbest",)
 CONFIDENCE = "word_confidence", "calibration"
 _RECORDINGS = (
     *("instruction", "gap_seconds", "chunk_seconds", "vad", "no_speech", "fallback"),
-    *("fallback_confidence", "frame_budget", "precision"),
+    *("fallback_confidence", "frame_budget", "precision", "attention"),
 )
 _TITLES = {
     "recordings and batches": (*_RECORDINGS, *LONG_FORM),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from effasr.checks import check
 from effasr.data.prompt import Prompt
 from effasr.decoding.config import INSTRUCTION, DecodingConfig
 from effasr.model.asr import ASRModel
+from effasr.nn.attention import SelfAttention, refusal, try_backend
+from effasr_kernels import BackendUnavailable
 
 # The part of a model that each method needs.
 _PARTS = {
@@ -85,6 +89,26 @@ def check_config(model: ASRModel, config: DecodingConfig) -> str:
     rule = "be left out for the method language_model"
     check(not answers or config.boost is None, "boost", rule, config.boost, remedy)
     return method
+
+
+def choose_attention(model: ASRModel, config: DecodingConfig) -> None:
+    """Give the encoder's attention its backend in inference, if that serves the model."""
+    requested = None if config.attention == "auto" else config.attention
+    layers = [x for x in model.encoder.modules() if isinstance(x, SelfAttention)]
+    for layer in layers:
+        layer.inference_backend = requested
+    if requested is None:
+        return
+    weight = next(model.parameters())
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else weight.dtype
+    context = next(iter(getattr(model.encoder.config, "context", ())), None)
+    try:
+        # Layers are alike.
+        try_backend(layers[0], context, weight.device, dtype, requested, trained=False)
+    except BackendUnavailable as error:
+        refused = f"{requested} ({refusal(error, requested)})"
+        rule, remedy = "be a backend that serves the encoder", "leave it out, or take auto"
+        check(False, "attention", rule, refused, remedy)
 
 
 def check_prompt(prompt: Prompt, method: str, config: DecodingConfig) -> None:

@@ -31,6 +31,18 @@ BOOST_WEIGHT = 1.0  # nats a token; docs/transcription.md has the figures
 INSTRUCTION = "Transcribe the speech."
 CORRECTOR_MARGIN = 2.0  # nats: 1.5 and 2 made the fewest errors on the dev set of the demo
 
+AttentionBackend = Literal[
+    "auto",
+    "triton",
+    "cuda",
+    "cpp",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+    "varlen",
+    "reference",
+]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingConfig:
@@ -99,6 +111,8 @@ class DecodingConfig:
         precision: Precision of matrix products: float32 (the default), or bfloat16. On a GPU it is
             by autocast, on a CPU it rounds the linear layers alone, which is faster with
             AVX512-BF16 (`lscpu` lists avx512_bf16).
+        attention: Backend of the encoder's attention (default: auto). Of ``auto``, Triton on a GPU,
+            C++ or the reference on a CPU; any other is refused where it does not serve the model.
         workers: Threads that load audio.
         nbest: Also write the N best texts of each utterance with their scores, as JSON; N is at
             most ``beam``. The transcript is one of them. None for the transcript alone.
@@ -168,6 +182,7 @@ class DecodingConfig:
     tokens_per_frame: float = 2.0
     extra_tokens: int = 16
     precision: Literal["float32", "bfloat16"] = "float32"
+    attention: AttentionBackend = field(default="auto", metadata={"metavar": "BACKEND"})
     workers: int = 4
     nbest: int | None = None
     score_parts: bool = False

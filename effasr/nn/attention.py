@@ -12,6 +12,7 @@ from effasr.nn.cache.paged import PagedCache
 from effasr.nn.linear import Linear, joined_linear
 from effasr.nn.residual import Residual
 from effasr_kernels import (
+    BackendUnavailable,
     Context,
     PackedLayout,
     RelativeBias,
@@ -21,12 +22,16 @@ from effasr_kernels import (
 )
 from effasr_kernels.shared.joined import unbind_parts
 
+_ROWS = 16
+"""Rows of the call by which a backend is tried."""
+
 
 class SelfAttention(nn.Module):
     """Attention within each sequence: (T, width) to (T, width)."""
 
     backend: str | None = None
     """In training; None for any that serves the call, as elsewhere."""
+    inference_backend: str | None = None
 
     def __init__(
         self,
@@ -93,7 +98,7 @@ class SelfAttention(nn.Module):
             position=self._position(embeddings),
             dropout=self.dropout if self.training else 0.0,
             seed=seed,
-            backend=self.backend if self.training else None,
+            backend=self.backend if self.training else self.inference_backend,
         )
         return y.flatten(1), (k, v)
 
@@ -237,3 +242,35 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
     if x.is_cuda and x.requires_grad and not torch.compiler.is_compiling():
         return unbind_parts(x)
     return x.unbind(1)
+
+
+def try_backend(
+    module: SelfAttention | CrossAttention,
+    context: Context | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    *,
+    trained: bool = True,
+) -> None:
+    """Attend as the module does, in one sequence; raises `BackendUnavailable`."""
+    sizes = module.heads, module.head_dim
+    q, k, v = (
+        torch.zeros(_ROWS, *sizes, dtype=dtype, device=device, requires_grad=trained) for _ in "qkv"
+    )
+    layout, position, causal = PackedLayout.from_lengths([_ROWS], device), None, False
+    layout_k = PackedLayout.from_lengths([_ROWS], device)
+    if isinstance(module, SelfAttention):
+        layout_k, position, causal = layout, module.rotary, module.causal
+    if isinstance(module, RelativeSelfAttention):
+        bias, table = q.new_zeros(sizes), q.new_zeros(2 * _ROWS - 1, *sizes)
+        position = RelativeBias(bias, bias, table)
+    options = {"causal": causal, "context": context, "position": position}
+    # With a seed, as drawing one would change all random numbers after it.
+    options |= {"dropout": module.dropout if trained else 0.0, "seed": 0, "backend": backend}
+    attention(q, k, v, layout, layout_k, **options)
+
+
+def refusal(error: BackendUnavailable, backend: str) -> str:
+    """Why a requested backend does not serve a call."""
+    return str(error).partition(f"({backend}: ")[2].removesuffix(").")

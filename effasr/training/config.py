@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from effasr import config as configuration
 from effasr.checks import check
 from effasr.data.config import DataConfig
-from effasr.decoding.config import DecodingConfig
+from effasr.decoding.config import AttentionBackend, DecodingConfig
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.averager import DelayedConfig, HierarchicalConfig, LocalSGDConfig
 from effasr.model.config import ModelConfig
@@ -322,17 +322,6 @@ class EvaluationConfig:
             )
 
 
-AttentionBackend = Literal[
-    "auto",
-    "triton",
-    "cuda",
-    "cpp",
-    "flash_attn_2",
-    "flash_attn_3",
-    "flash_attn_4",
-    "varlen",
-    "reference",
-]
 OwnBackend = Literal["auto", "triton", "cpp", "reference"]
 
 

@@ -15,24 +15,21 @@ from torch import nn
 import effasr
 import effasr_kernels
 from effasr.model.asr import ASRModel
-from effasr.nn.attention import CrossAttention, RelativeSelfAttention, SelfAttention
+from effasr.nn.attention import (
+    CrossAttention,
+    RelativeSelfAttention,
+    SelfAttention,
+    refusal,
+    try_backend,
+)
 from effasr.training.config import TrainConfig
 from effasr.training.strategies.parallelism import narrow_dtype
-from effasr_kernels import (
-    OPERATIONS,
-    Backend,
-    BackendUnavailable,
-    PackedLayout,
-    RelativeBias,
-    attention,
-)
+from effasr_kernels import OPERATIONS, Backend, BackendUnavailable
 from effasr_kernels.attention.order import ORDER
 from effasr_kernels.runtime.example import ExampleInputs
 
 RESULTS = Path(effasr.__file__).parents[1] / "profiling" / "results" / "ops.csv"
 """Rows of ``profiling/bench.py ops``, in a checkout."""
-
-_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +100,10 @@ def _first_of(use: _Use, device: torch.device) -> tuple[str, str]:
         try:
             use.call(backend.value)
         except BackendUnavailable as error:
-            reasons.append(f"{backend.value}: {_reason(error, backend.value)}")
+            reasons.append(f"{backend.value}: {refusal(error, backend.value)}")
         else:
             return backend.value, "; ".join(reasons) or "the first of those that serve"
     return "none", "; ".join(reasons)
-
-
-def _reason(error: BackendUnavailable, backend: str) -> str:
-    return str(error).partition(f"({backend}: ")[2].removesuffix(").")
 
 
 def _backend_of(use: _Use, requested: str, rows: Sequence[Mapping[str, str]]) -> str | None:
@@ -125,7 +118,7 @@ def _backend_of(use: _Use, requested: str, rows: Sequence[Mapping[str, str]]) ->
     try:
         use.call(requested)
     except BackendUnavailable as error:
-        reason = _reason(error, requested)
+        reason = refusal(error, requested)
         parts = ", kernels.decoder_attention or kernels.cross_attention"
         others = parts if use.field == "attention" else ""
         raise ValueError(
@@ -142,13 +135,13 @@ def _uses(model: ASRModel, device: torch.device, dtype: torch.dtype) -> Iterator
         if isinstance(module, SelfAttention):
             is_encoder, is_decoder = (place.startswith(x) for x in ("encoder.", "decoder."))
             context = contexts[0] if is_encoder and contexts else None
-            call = partial(_attend, module, context, device, dtype)
+            call = partial(try_backend, module, context, device, dtype)
             kind = "causal" if module.causal else "rotary" if module.rotary is not None else ""
             kind = "relative" if isinstance(module, RelativeSelfAttention) else kind
             field = "decoder_attention" if is_decoder else "attention"
             yield _Use(field, place, module, "backend", call, kind, width)
         elif isinstance(module, CrossAttention):
-            call = partial(_attend, module, None, device, dtype)
+            call = partial(try_backend, module, None, device, dtype)
             yield _Use("cross_attention", place, module, "backend", call, "cross", width)
             call = partial(_call_example, "guided_attention", device, dtype)
             yield _Use("guided_attention", place, module, "guided_backend", call)
@@ -158,31 +151,6 @@ def _uses(model: ASRModel, device: torch.device, dtype: torch.dtype) -> Iterator
     if model.transducer is not None:
         call = partial(_call_example, "transducer_loss", device, dtype)
         yield _Use("transducer_loss", "transducer", model.transducer, "backend", call)
-
-
-def _attend(
-    module: SelfAttention | CrossAttention,
-    context: effasr_kernels.Context | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-) -> None:
-    """Attend as the module does in training, in one sequence."""
-    sizes = module.heads, module.head_dim
-    q, k, v = (
-        torch.zeros(_ROWS, *sizes, dtype=dtype, device=device, requires_grad=True) for _ in "qkv"
-    )
-    layout, position, causal = PackedLayout.from_lengths([_ROWS], device), None, False
-    layout_k = PackedLayout.from_lengths([_ROWS], device)
-    if isinstance(module, SelfAttention):
-        layout_k, position, causal = layout, module.rotary, module.causal
-    if isinstance(module, RelativeSelfAttention):
-        bias, table = q.new_zeros(sizes), q.new_zeros(2 * _ROWS - 1, *sizes)
-        position = RelativeBias(bias, bias, table)
-    options = {"causal": causal, "context": context, "position": position}
-    # With a seed, as drawing one would change all random numbers after it.
-    options |= {"dropout": module.dropout, "seed": 0, "backend": backend}
-    attention(q, k, v, layout, layout_k, **options)
 
 
 def _call_example(operation: str, device: torch.device, dtype: torch.dtype, backend: str) -> None:

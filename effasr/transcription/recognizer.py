@@ -21,7 +21,7 @@ from effasr.data.conversation.collate import asking, collate_conversations
 from effasr.data.languages import AUTO
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer, WhisperTokenizer
-from effasr.decoding.checks import check_config, check_prompt
+from effasr.decoding.checks import check_config, check_prompt, choose_attention
 from effasr.decoding.confidence.calibration import load_calibration
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decode import decode, next_token_scores
@@ -98,6 +98,7 @@ class Recognizer:
         self._detectors = Detectors(config.vad, self.sample_rate)
         self.vad = self._detectors.name
         self.method = check_config(model, self.config)
+        choose_attention(model, self.config)
         stamps = timestamp_rules(model, tokenizer).tokens if self.config.has_times else None
         self._times_words = stamps is not None and stamps.marker is not None
         # The confidence decides with `no_speech` and `fallback_confidence`, too.

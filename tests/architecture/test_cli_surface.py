@@ -33,6 +33,7 @@ DECODING = [
     "--fallback-confidence P",
     "--frame-budget N",
     "--precision {float32,bfloat16}",
+    "--attention {auto,triton,cuda,cpp,flash_attn_2,flash_attn_3,flash_attn_4,varlen,reference}",
 ]
 PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punctuation"]
 LONG_FORM = ["--long-form {chunked,sequential}", "--previous-text --no-previous-text"]

@@ -22,6 +22,7 @@ from effasr.transcription.online import (
     OnlineStream,
     context_for,
     is_streamable,
+    online_recognizer,
     transcribe_online,
 )
 from effasr.transcription.recognizer import Recognizer
@@ -291,6 +292,8 @@ def test_a_model_that_looks_ahead_is_refused(streaming_model, model, tokenizer) 
         OnlineRecognizer(normalized, tokenizer)
     with pytest.raises(ValueError, match="`method` must be an output of the model, but is 'ctc'"):
         OnlineRecognizer(streaming_model("tdt"), tokenizer, DecodingConfig(method="ctc"))
+    with pytest.raises(ValueError, match="`attention` must be auto to decode frame by frame"):
+        online_recognizer(streaming_model("tdt"), tokenizer, DecodingConfig(attention="cpp"))
     whole = ASRModel(
         dataclasses.replace(
             streaming_model("ctc").config,

@@ -369,5 +369,7 @@ def online_recognizer(
     spaces: bool = True,
 ) -> OnlineRecognizer:
     """Return a recognizer of one stream, with the longest chunk that a latency allows."""
+    rule, remedy = "be auto to decode frame by frame", "frames attend to a cache, by one way alone"
+    check(config.attention == "auto", "attention", rule, config.attention, remedy)
     context = context_for(model, latency_seconds)
     return OnlineRecognizer(model, tokenizer, config, context=context, spaces=spaces)
