@@ -4,7 +4,7 @@ from torch import Tensor
 
 from effasr_kernels import PackedLayout, depthwise_conv
 from effasr_kernels.depthwise_conv import ConvArguments, _triton
-from effasr_kernels.runtime import tiles
+from effasr_kernels.runtime import launch, tiles
 from effasr_kernels.runtime.deferred_sums import waiting
 
 
@@ -99,6 +99,15 @@ def test_programs_that_take_several_tiles_add_up_their_gradients(
     assert all(map(torch.equal, *gradients))
 
 
+def test_forward_and_backward_share_a_table(device: torch.device) -> None:
+    """Also where the layout keeps none, as in compiled code."""
+    layout = PackedLayout.from_lengths((3, 2), device)
+    x, weight = torch.randn(5, 4, device=device), torch.randn(4, 3, device=device)
+    with launch.recording() as launches:
+        depthwise_conv(x.requires_grad_(), weight, layout, backend="triton").sum().backward()
+    assert [x.kernel.fn.__name__ for x in launches].count("fill_tile_table") == 1
+
+
 def test_no_gradients_of_the_statistics_are_made(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -128,9 +137,10 @@ def test_gradients_of_parameters_wait_for_those_of_the_layer(
     layout = PackedLayout.from_lengths((3, 2), device)
     x, weight, dy = (torch.randn(*shape, device=device) for shape in ((5, 4), (4, 3), (5, 4)))
     given = ConvArguments(x, weight, layout, x[0].clone() if bias else None, False, False, False)
-    expected = _triton.backward(given, (dy,), (), ())
+    saved = (tiles.tile_table(layout, 128),)
+    expected = _triton.backward(given, (dy,), (), saved)
     with waiting() as found:
-        gradients = _triton.backward(given, (dy,), (), ())
+        gradients = _triton.backward(given, (dy,), (), saved)
     (sums,) = found
     assert sums.columns == 12 + 4 * bias
     sums.run()

@@ -16,7 +16,7 @@ from effasr_kernels.attention.context import Context
 from effasr_kernels.runtime.cuda import CudaLaunch, launch
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import ceil_div
-from effasr_kernels.runtime.tiles import tile_programs, tile_table
+from effasr_kernels.runtime.tiles import empty_tile_table, tile_programs, tile_table
 from effasr_kernels.shared.dropout import seed_tensor
 from effasr_kernels.shared.joined import empty_gradients
 from effasr_kernels.shared.partial_sums import summed
@@ -80,20 +80,23 @@ def unsupported_reason(a: AttentionArguments) -> str | None:
 
 def forward(a: AttentionArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the output; save each row's log-sum-exp to base 2, float32 (H, T_q)."""
-    (lse,), out = saved_like(a), a.q.new_empty(a.q.shape)
-    call = _Call(a, {"out": out, "lse": lse})
-    call.launch(
-        "forward", tile_programs(a.layout_q, _BLOCK), 4, tiles=tile_table(a.layout_q, _BLOCK)
-    )
-    return (out,), (lse,)
+    lse, out = _empty_lse(a), a.q.new_empty(a.q.shape)
+    call, tiles = _Call(a, {"out": out, "lse": lse}), tile_table(a.layout_q, _BLOCK)
+    call.launch("forward", tile_programs(a.layout_q, _BLOCK), 4, tiles=tiles)
+    return (out,), (lse, tiles)
 
 
 def saved_like(a: AttentionArguments) -> tuple[Tensor, ...]:
-    return (a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=torch.float32),)
+    # A layout in compiled code keeps no table for the backward.
+    return _empty_lse(a), empty_tile_table(a.layout_q, _BLOCK)
+
+
+def _empty_lse(a: AttentionArguments) -> Tensor:
+    return a.q.new_empty(a.q.shape[1], a.q.shape[0], dtype=torch.float32)
 
 
 def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
-    (rows, heads, width), (lse,), table = a.q.shape, saved, a.position_table
+    (rows, heads, width), (lse, by_query), table = a.q.shape, saved, a.position_table
     assert table is not None
     if a.q.shape == a.k.shape:
         grad_q, grad_k, grad_v = empty_gradients(a.q, a.k, a.v)
@@ -114,7 +117,8 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
         "grad_distances": wide(diagonals, splits, heads, 2 * _BLOCK, width),
     }
     call = _Call(a, tensors, tiles_q=tiles_q, splits=splits, diagonals=diagonals)
-    by_query, by_key = (tile_table(layout, _BLOCK) for layout in (a.layout_q, a.layout_k))
+    is_same = a.layout_k.cu_seqlens is a.layout_q.cu_seqlens
+    by_key = by_query if is_same else tile_table(a.layout_k, _BLOCK)
     call.launch("backward_rows", ceil_div(rows, 1024 // width))
     call.launch("backward_keys", tiles_k, 7, tiles=by_key)
     call.launch("backward_queries", tiles_q, 7, tiles=by_query)

@@ -20,7 +20,7 @@ from effasr_kernels.depthwise_conv import ConvArguments
 from effasr_kernels.runtime.counters import program_counters
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import ceil_div, launch, unit_stride
-from effasr_kernels.runtime.tiles import read_tile, tile_programs, tile_table
+from effasr_kernels.runtime.tiles import empty_tile_table, read_tile, tile_programs, tile_table
 from effasr_kernels.shared.last_program import is_last_program
 from effasr_kernels.shared.partial_sums import summed, summed_parts
 
@@ -37,8 +37,9 @@ def unsupported_reason(a: ConvArguments) -> str | None:
     return None
 
 
-def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]:
+def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor]]:
     x, layout = unit_stride(a.x), a.layout
+    tiles = tile_table(layout, _BLOCK)
     channels, width = a.weight.shape
     config, options = _configuration(width, channels)
     blocks_c = ceil_div(channels, config["BLOCK_C"])
@@ -59,7 +60,7 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
         convolve,
         (programs, blocks_c),
         *(x, a.weight.contiguous(), None if a.bias is None else a.bias.contiguous(), y, *partials),
-        *(tile_table(layout, _BLOCK), layout.num_sequences, x.stride(0), channels),
+        *(tiles, layout.num_sequences, x.stride(0), channels),
         **options,
         **config,
         maxnreg=_most_registers(x.dtype, width, options["num_warps"]),
@@ -70,7 +71,12 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[()]]
         MERGED=_MERGED * 32 * options["num_warps"] // config["BLOCK_C"],
         BLOCK=_BLOCK,
     )
-    return (y, mean, variance), ()
+    return (y, mean, variance), (tiles,)
+
+
+def saved_like(a: ConvArguments) -> tuple[Tensor]:
+    # A layout in compiled code keeps no table for the backward.
+    return (empty_tile_table(a.layout, _BLOCK),)
 
 
 def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
@@ -86,7 +92,7 @@ def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors)
         convolve_backward,
         (programs, blocks_c),
         *(grads[0], x, a.weight.contiguous(), dx, partials),
-        *(tile_table(layout, _BLOCK), layout.num_sequences, x.stride(0), channels),
+        *(saved[0], layout.num_sequences, x.stride(0), channels),
         **options,
         **config,
         TAPS=width,

@@ -128,13 +128,17 @@ def tile_table(layout: PackedLayout, block: int) -> Tensor:
     tables, sequences = layout.tile_tables, layout.num_sequences
     table = None if tables is None else tables.get(block)
     if table is None:
-        count = count_tiles(layout.rows, sequences, block)
-        table = layout.cu_seqlens.new_empty(1 + count, 4)
+        table = empty_tile_table(layout, block)
         arguments = layout.cu_seqlens, table, sequences, layout.rows
-        launch(fill_tile_table, (count,), *arguments, num_warps=1, BLOCK=block)
+        launch(fill_tile_table, (len(table) - 1,), *arguments, num_warps=1, BLOCK=block)
         if tables is not None:
             tables[block] = table
     return table
+
+
+def empty_tile_table(layout: PackedLayout, block: int) -> Tensor:
+    count = count_tiles(layout.rows, layout.num_sequences, block)
+    return layout.cu_seqlens.new_empty(1 + count, 4)
 
 
 def kept_tile_table(layout: PackedLayout, block: int) -> Tensor | None:
