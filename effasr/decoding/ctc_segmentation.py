@@ -38,6 +38,8 @@ class Costs:
     token: float = 4.0  # of a token of a skipped word
     skip: float = 60.0  # of tokens that are skipped in a row, at most, and for each of them:
     skipped: float = 0.5
+    outside: float = 0.02  # of a frame of a token, for each frame outside of where it is expected,
+    most_outside: float = 1.0  # and at most: rough times may be wrong, and audio is heard
 
     def of_skip(self, tokens: np.ndarray) -> np.ndarray:
         return np.minimum(self.token * tokens, self.skip + self.skipped * tokens)
@@ -58,13 +60,15 @@ def align(
     words: Sequence[int],
     costs: Costs | None = None,
     band: int = BAND_TOKENS,
+    expected: np.ndarray | None = None,
 ) -> Alignment:
     """Align tokens to frames.
 
     ``scores``: float (T, C), log-probabilities less the highest of each frame; class 0 is the blank
     ``tokens``: the class of each token; ``words``: the first token of each word, in order
+    ``expected``: int (U, 2), the first and the last frame where each token is likely
     """
-    return _Search(scores, tokens, words, costs or Costs(), band).run()
+    return _Search(scores, tokens, words, costs or Costs(), band, expected).run()
 
 
 class _Search:
@@ -78,8 +82,12 @@ class _Search:
         words: Sequence[int],
         costs: Costs,
         band: int,
+        expected: np.ndarray | None,
     ) -> None:
         self._scores, self._costs = scores, costs
+        self._expected = None
+        if expected is not None:
+            self._expected = np.vstack([expected, [[0, len(scores)]]]).astype(np.float32).T
         self._tokens = np.array([*tokens, 0], dtype=np.int64)
         self._between = np.zeros(len(self._tokens), dtype=bool)
         self._between[[*words, len(tokens)]] = True
@@ -149,6 +157,10 @@ class _Search:
                 codes[number] = after + _BLANK_AFTER_TOKEN * (before > blank)
             blank = np.maximum(blank, before) + emitted
             token = np.maximum(token, enters) + scores[classes]
+            if self._expected is not None:
+                begin, end = self._expected[:, part] - (first + number)
+                distance = np.maximum(begin, -end).clip(0)
+                token -= np.minimum(self._costs.outside * distance, self._costs.most_outside)
             places, unskipped, gains = self._skip(blank, low)
             if codes is not None and skips is not None:
                 codes[number, places[gains]] |= _AFTER_SKIP

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ _UNMATCHED_SECONDS, _UNMATCHED_PER_TOKEN = 1.5, 0.3
 _DELAY_SECONDS = 0.5
 _HEARD_SHARE = 0.5  # of the tokens of an utterance
 _UNHEARD = -20.0  # score of tokens between chunks
+_CUE_SECONDS = 1.0  # before and after a cue of subtitles, within which its words may be anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,13 @@ class Transcript:
     source: Source
     lines: list[str]  # empty ones end paragraphs
     prompt: Prompt
+    cues: list[tuple[float, float]]  # of each line, when it is about to be spoken, in seconds
 
 
 def transcripts(path: Path, default: Prompt) -> Iterator[Transcript | RejectedRow]:
     """Yield the recordings of a manifest, of a folder, or an audio file with a text beside it.
 
-    Subtitles give the text alone: their times may drift, and their cues end within sentences.
+    The times of subtitles may be wrong, and their cues end within sentences: they are rough starts.
     """
     if path.suffix.lower() in AUDIO_SUFFIXES:
         rows = folder.FORMAT.read(path.parent, ReadOptions(default))
@@ -75,12 +77,15 @@ def transcripts(path: Path, default: Prompt) -> Iterator[Transcript | RejectedRo
         if isinstance(row, RejectedRow):
             yield row
             continue
-        source, lines = source_of(names[0], row), [text for row in rows for text in _lines(row)]
+        source, cues = source_of(names[0], row), [(0.0, math.inf) for _ in rows]
         if len(rows) > 1:
             source = replace(source, offset=0.0, duration=None)
+            cues = [(row.offset, row.offset + row.duration) for row in rows]
+        texts = [(text, cue) for row, cue in zip(rows, cues, strict=True) for text in _lines(row)]
+        lines, cues = [text for text, _ in texts], [cue for _, cue in texts]
         if isinstance(row, FileUtterance):
             source = replace(source, channel=row.channel)
-        yield Transcript(source, lines, source.prompt or default)
+        yield Transcript(source, lines, source.prompt or default, cues)
 
 
 def _recording(name: str, row: Utterance) -> tuple[str, ...]:
@@ -109,6 +114,7 @@ class _Word:
     text: str
     tokens: list[int]
     ends: bool  # whether it ends a sentence, a paragraph, or a line of a text without marks
+    cue: tuple[float, float]  # seconds
     is_heard: bool = False
     start: float = 0.0  # seconds
     end: float = 0.0
@@ -139,7 +145,7 @@ class Segmenter:
         if source.problem is not None:
             raise ValueError(source.problem)
         spaces = prompt.target not in WITHOUT_SPACES
-        words = self._words(transcript.lines, prompt.target, spaces)
+        words = self._words(transcript, prompt.target, spaces)
         tokens = [token for word in words for token in word.tokens]
         if not tokens:
             raise ValueError(f"{source.id}: the text must have words that the tokenizer knows.")
@@ -176,16 +182,16 @@ class Segmenter:
             rows.append(row)
         return rows
 
-    def _words(self, lines: Sequence[str], language: str, spaces: bool) -> list[_Word]:
-        split = [line.split() if spaces else split_words(line) for line in lines]
+    def _words(self, transcript: Transcript, language: str, spaces: bool) -> list[_Word]:
+        split = [line.split() if spaces else split_words(line) for line in transcript.lines]
         count = sum(map(len, split))
         marked = sum(_ENDS.search(word) is not None for words in split for word in words)
         is_marked = marked * _MOST_WORDS >= count
         result: list[_Word] = []
-        for words in split:
+        for words, cue in zip(split, transcript.cues, strict=True):
             for word in words:
                 ends = is_marked and _ENDS.search(word) is not None
-                result.append(_Word(word, self._encoded(word, language), ends))
+                result.append(_Word(word, self._encoded(word, language), ends, cue))
             if result and (not words or not is_marked):
                 result[-1].ends = True
         return result
@@ -244,7 +250,13 @@ def _set_times(words: list[_Word], tokens: list[int], heard: _Heard, costs: Cost
     """Align the words, and set the times of those that are heard."""
     firsts = np.cumsum([0, *(len(word.tokens) for word in words)])
     begins = [int(first) for first, word in zip(firsts, words, strict=False) if word.tokens]
-    alignment = align(heard.scores, [heard.column[token] for token in tokens], begins, costs)
+    expected = None
+    if any(word.cue[1] < math.inf for word in words):
+        cues = np.array([word.cue for word in words for _ in word.tokens])
+        cues += [-_CUE_SECONDS, _CUE_SECONDS]
+        expected = np.searchsorted(heard.times[:-1], cues)
+    classes = [heard.column[token] for token in tokens]
+    alignment = align(heard.scores, classes, begins, costs, expected=expected)
     groups, timed = [], []
     frames = heard.times / heard.frame_seconds
     for first, word in zip(firsts, words, strict=False):

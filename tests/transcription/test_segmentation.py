@@ -124,6 +124,28 @@ def test_ends_are_those_of_the_sentences(segment, text, options, reasons) -> Non
         assert [*times, row["duration"]] == sorted([*times, row["duration"]])
 
 
+@pytest.mark.parametrize("shift", [-0.3, 0.0, 0.8, 60.0])
+@pytest.mark.parametrize("spoken", [1, 2])
+def test_times_of_subtitles_choose_between_repetitions(segment, tokenizer, spoken, shift) -> None:
+    """The second sentence is said three times, of which the subtitles have one."""
+    sentences = [SENTENCES[0], *[SENTENCES[1]] * 3, SENTENCES[2]]
+    truth = Reader(tokenizer, sentences).truth
+    cues = [truth[number] for number in (0, 1 + spoken, 4)]
+    times = [f"00:{(t + shift) // 60:02.0f}:{(t + shift) % 60:06.3f}" for cue in cues for t in cue]
+    text = "\n".join(
+        f"{a} --> {b}\n{' '.join(words)}\n"
+        for a, b, words in zip(times[::2], times[1::2], SENTENCES, strict=False)
+    )
+    rows, _ = segment(text, sentences, ".srt")
+    kept = [row for row in rows if "reason" not in row]
+    assert len(kept) == 3
+    heard = [row["offset"] + 0.1 for row in kept]
+    if shift < 60:
+        assert heard == pytest.approx([start for start, _ in cues], abs=0.06)
+    # Times that are wrong altogether do not keep the text from being aligned.
+    assert [heard[0], heard[2]] == pytest.approx([cues[0][0], cues[2][0]], abs=0.06)
+
+
 def test_scores_tell_right_from_wrong(segment) -> None:
     right, _ = segment(text_of())
     wrong, _ = segment(text_of(SENTENCES[::-1]))
