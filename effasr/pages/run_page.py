@@ -28,7 +28,7 @@ from effasr.evaluation.result import (
     read_summary,
 )
 from effasr.evaluation.tables import percent
-from effasr.evaluation.wer import count_errors, total
+from effasr.evaluation.wer import ErrorCounts, count_errors, total
 from effasr.pages.audio import NOTE, Players, cuts_of
 from effasr.pages.markup import (
     Cell,
@@ -57,6 +57,7 @@ from effasr.untrusted.documents import WRONG_VALUES, read_yaml
 
 _COLORS = ("--blue", "--orange", "--aqua", "--violet", "--magenta", "--green", "--red", "--yellow")
 _WORST, _EXAMPLES = 10, 30  # utterances of a set, and validations, that are shown
+_ROWS = 12  # speakers and words of a set that are shown
 _LENGTHS = (0, 2, 5, 10, 20, math.inf)  # seconds
 _ALIGNED = lead(
     "After the normaliser: struck out is what the reference has and was not heard, underlined is "
@@ -227,16 +228,23 @@ def _worst(run: _Run, players: Players) -> str:
             run.missing.append(f"{name}: no utterances: {error}")
             continue
         worst, cuts, manifest = evaluation.worst(_WORST), {}, run.manifest(name)
+        speakers: dict[str, str] = {}
+        chosen = {utterance.id for utterance in worst}
         try:
             if manifest is not None and worst:
-                cuts = dict(cuts_of(manifest, {utterance.id for utterance in worst}))
+                for identifier, cut in cuts_of(manifest, {x.id for x in evaluation.utterances}):
+                    if cut.supervisions and cut.supervisions[0].speaker:
+                        speakers[identifier] = cut.supervisions[0].speaker
+                    if identifier in chosen:
+                        cuts[identifier] = cut
         except (OSError, ValueError) as error:
             run.missing.append(f"{name}: {error}")
         if len(cuts) < len(worst):
             where = manifest or "its wer.json, which names no manifest: evaluate again"
             run.missing.append(f"{name}: audio of {len(worst) - len(cuts)} utterances, by {where}")
         shown = "".join(_utterance(each, result["normalizer"], cuts, players) for each in worst)
-        parts.append(f"<h3>{escape(name)}</h3>{_by_length(evaluation)}{shown}")
+        tables = _by_length(evaluation) + _by_speaker(evaluation, speakers) + _by_word(evaluation)
+        parts.append(f"<h3>{escape(name)}</h3>{tables}{shown}")
     return _ALIGNED + NOTE + "".join(parts) if parts else ""
 
 
@@ -264,6 +272,50 @@ def _by_length(evaluation: Evaluation) -> str:
         if (errors := total(chosen)).words:
             rates.append(f"{low} to {high} s {percent(errors.wer)} % of {errors.words:,} words")
     return paragraph(f"WER by length: {'; '.join(rates)}.") if rates else ""
+
+
+def _by_speaker(evaluation: Evaluation, speakers: Mapping[str, str]) -> str:
+    parts: dict[str, list[ErrorCounts]] = {}
+    for each in evaluation.transcriptions:
+        if each.id in speakers:
+            parts.setdefault(speakers[each.id], []).append(each.errors)
+    rows = [
+        (
+            *(Cell(isolated(speaker)), len(counts), errors.words, errors.errors),
+            Cell(percent(errors.wer), errors.wer),
+        )
+        for speaker, counts in parts.items()
+        for errors in [total(counts)]
+    ]
+    rows.sort(key=lambda row: -row[3])
+    names = "speaker", "utterances", "words", "errors", "WER %"
+    note = f"Of {len(rows):,} speakers, those with most errors:"
+    return paragraph(note) + table(names, rows[:_ROWS], sortable=True) if rows else ""
+
+
+def _by_word(evaluation: Evaluation) -> str:
+    spoken, inserted = Counter[str](), Counter[str]()
+    instead: dict[str, Counter[str]] = {}
+    for each in evaluation.transcriptions:
+        normalize = get_normalizer(evaluation.normalizer, each.language)
+        for word, heard in align(normalize(each.reference), normalize(each.hypothesis)).pairs:
+            if word is None:
+                inserted[str(heard)] += 1
+                continue
+            spoken[word] += 1
+            if heard != word:
+                instead.setdefault(word, Counter())[heard or ""] += 1
+    wrong = Counter({word: counts.total() for word, counts in instead.items()})
+    rows = []
+    for word, _ in (wrong + inserted).most_common(_ROWS):
+        often = ", ".join(
+            f"{isolated(heard) if heard else 'nothing'} {count:,}"
+            for heard, count in instead.get(word, Counter()).most_common(3)
+        )
+        cells = spoken[word], wrong[word], inserted[word], Cell(often or "-")
+        rows.append((Cell(isolated(word)), *cells))
+    names = "word", "spoken", "wrong", "inserted", "in its place"
+    return paragraph("Words with most errors:") + table(names, rows, sortable=True) if rows else ""
 
 
 def _utterance(

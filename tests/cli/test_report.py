@@ -103,6 +103,26 @@ def test_a_page_says_what_a_run_lacks(run, tmp_path, removed, message):
     assert message in page.sections.get("Not-there", "")
 
 
+def test_errors_by_speaker_and_word(tmp_path):
+    texts = [("ann", "a b", "a c"), ("ann", "b", ""), ("bob", "b d", "x b d")]
+    rows = [
+        {"id": f"u{n}", "audio_filepath": str(write_tone(tmp_path / f"{n}.wav", 0.5)),
+         "speaker": speaker, "text": reference}
+        for n, (speaker, reference, _) in enumerate(texts)
+    ]  # fmt: skip
+    scored = [
+        ScoredUtterance(f"u{n}", "en", *pair, 0.5, count_errors(*pair))
+        for n, (_, *pair) in enumerate(texts)
+    ]
+    evaluation, path = Evaluation("none", tuple(scored)), tmp_path / "run" / "evaluation" / "dev"
+    save(evaluation, path, model="x", manifest=str(write_lines(tmp_path / "m.jsonl", rows)))
+    page = report(tmp_path / "run", tmp_path / "page.html")
+    cells = re.sub("<[^>]+>", "|", page.html.partition("Worst utterances</h2>")[2])
+    cells = re.sub(r"\|+", "|", cells)
+    assert "|ann|2|3|2|66.67|bob|1|2|1|50.00|" in cells
+    assert "|b|3|2|0|c| 1, nothing 1|x|0|0|1|-|" in cells
+
+
 def test_an_empty_folder_is_no_corpus(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
