@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from effasr.data.manifest.reader import read
 from effasr.untrusted import remote
 from tests.support.corpora import load_corpus, make_loader, take_steps
 from tests.support.object_store import forget, object_store
+from tests.support.sources import make_source
 
 
 @pytest.fixture
@@ -24,8 +24,7 @@ def as_files(manifest, folder):
 
 
 def as_shar(manifest, folder):
-    folder.mkdir()
-    read(manifest).to_shar(str(folder), fields={"recording": "flac"}, shard_size=3)
+    make_source("shar", manifest, folder)
     return ""
 
 

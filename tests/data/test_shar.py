@@ -8,16 +8,14 @@ from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
+from tests.support.sources import make_source
 
 
 @pytest.fixture
 def shar(tmp_path, nemo):
     """Seven utterances in shards of three, and the same as plain files."""
     cuts = read(nemo(7))
-    folder = tmp_path / "shar"
-    folder.mkdir()
-    cuts.to_shar(str(folder), fields={"recording": "flac"}, shard_size=3)
-    return folder, cuts
+    return make_source("shar", nemo(7), tmp_path / "shar"), cuts
 
 
 def test_every_utterance_is_the_one_that_was_written(shar):

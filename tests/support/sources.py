@@ -6,6 +6,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+from effasr.data.manifest.reader import read
 from tests.support.corpora import read_lines, write_lines
 
 SHARDS = 2
@@ -98,6 +99,11 @@ def saved_to_disk(manifest: Path, folder: Path) -> Path:
     return folder
 
 
+def shar(manifest: Path, folder: Path) -> Path:
+    read(manifest).to_shar(str(folder), fields={"recording": "flac"}, shard_size=3)
+    return folder
+
+
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "nemo": nemo_tarred,
     "nemo sharded": lambda manifest, folder: nemo_tarred(manifest, folder, sharded=True),
@@ -106,6 +112,7 @@ SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "parquet": parquet,
     "parquet of paths": lambda manifest, folder: parquet(manifest, folder, linked=True),
     "saved to disk": saved_to_disk,
+    "shar": shar,
 }
 
 

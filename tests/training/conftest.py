@@ -16,8 +16,10 @@ from effasr.data.collate import Example, collate
 from effasr.data.config import DataConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.mixture import MixConfig
-from effasr.data.tokenizer import train_tokenizer
+from effasr.data.tokenizer import NeMoTokenizer, train_tokenizer
+from effasr.data.tokenizer.nemo import _NEEDED, SPECIAL
 from effasr.distributed.process_group import DistributedContext
+from effasr.interop.nemo.tokenizer import _special_model
 from effasr.model.asr import ASRModel
 from effasr.model.best_rq import BestRQConfig
 from effasr.model.config import ModelConfig
@@ -31,9 +33,9 @@ from effasr.training import build
 from effasr.training.config import LoopConfig, TeacherConfig, TrainConfig
 from effasr.training.loss import LossConfig
 from effasr.training.resolve import resolve_config
+from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.training.step import TrainState
 from effasr.training.trainer import run
-from tests.support.sources import make_source
 
 VOCABULARY = 12
 
@@ -116,17 +118,32 @@ def tones(tmp_path_factory) -> Path:
         lines = []
         for number in range(count):
             words = generator.choice(list(WORDS), size=int(generator.integers(1, 5)))
-            audio = np.concatenate([_tone(WORDS[word], generator) for word in words])
+            parts = [_tone(WORDS[word], generator) for word in words]
+            audio = np.concatenate(parts)
+            ends = np.cumsum([0, *map(len, parts)]) / 16_000
+            spans = zip(words, ends, ends[1:], strict=False)
             file = f"{name}-{number}.wav"
             soundfile.write(folder / file, audio, 16_000)
             duration = len(audio) / 16_000
             line = {"audio_filepath": file, "duration": duration, "text": " ".join(words)}
+            line["words"] = [{"word": str(word), "start": a, "end": b} for word, a, b in spans]
             lines.append(json.dumps(line) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines))
     lines = (folder / "train.jsonl").read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     train_tokenizer({"en": texts}, folder / "tokenizer", vocab_size=30)
     return folder
+
+
+def at_step(monkeypatch, number: int, action):
+    advance = ProgressDisplay.advance
+
+    def watched(self, step: int):
+        advance(self, step)
+        if step == number:
+            action()
+
+    monkeypatch.setattr(ProgressDisplay, "advance", watched)
 
 
 def _tone(frequency: float, generator: np.random.Generator) -> np.ndarray:
@@ -177,15 +194,13 @@ def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture
-def make_from_tar(make_config, tones, tmp_path) -> Callable[..., TrainConfig]:
-    source = make_source("webdataset", tones / "train.jsonl", tmp_path / "source")
-    return varied(make_config, data={"train": str(source)})
-
-
-@pytest.fixture
-def make_from_parquet(make_config, tones, tmp_path) -> Callable[..., TrainConfig]:
-    source = make_source("parquet", tones / "train.jsonl", tmp_path / "source")
-    return varied(make_config, data={"train": str(source)})
+def make_timed(make_config, tones, tmp_path) -> Callable[..., TrainConfig]:
+    """A run whose decoder writes the times of words, as a Canary does."""
+    specials = [*_NEEDED["canary2"], "<|en|>", "<|timestamp|>", *(f"<|{n}|>" for n in range(30))]
+    models = {SPECIAL: _special_model(specials)}
+    models["en"] = (tones / "tokenizer" / "en.model").read_bytes()
+    NeMoTokenizer(models, "canary2").save(tmp_path / "timed")
+    return varied(make_config, data={"tokenizer": f"{tmp_path}/timed", "timestamps": "words"})
 
 
 def varied(make: Callable[..., TrainConfig], **defaults) -> Callable[..., TrainConfig]:

@@ -1,5 +1,6 @@
 """Runs that were killed, and runs on several ranks, against one that was left alone."""
 
+import multiprocessing
 import os
 import signal
 from dataclasses import replace
@@ -30,6 +31,8 @@ from effasr.training.loss import LossConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.run_ranks import recipe_of, started, train_on_ranks
+from tests.support.sources import SOURCES, make_source
+from tests.training.conftest import at_step
 from tests.training.test_faults import wait_for
 
 MEASURED = {
@@ -79,12 +82,27 @@ def assert_same_end(first: Path, second: Path, steps: int = STEPS):
     assert not blends[0].exists() or blends[0].read_text() == blends[1].read_text()
 
 
-def test_a_killed_run_ends_as_if_nothing_had_happened(make_config, tmp_path):
-    make = partial(make_config, training=LONG, data=SILENCE)
-    assert run(make(name="straight")) == 0
-    config = make(name="killed")
+def kill_worker():
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("source", ["files", *SOURCES])
+@pytest.mark.representative(source="parquet")
+def test_a_killed_run_ends_as_if_nothing_had_happened(
+    source, make_config, tones, tmp_path, monkeypatch
+):
+    """First a process that loads is killed, then the run itself; that left alone reads files."""
+    make = partial(make_config, training=LONG)
+    assert run(make(name="straight", data=SILENCE)) == 0
+    train = tones / "train.jsonl"
+    path = train if source == "files" else make_source(source, train, tmp_path / "source")
+    config = make(name="killed", data=SILENCE | {"train": str(path), "workers": 1})
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, kill_worker)
+        with pytest.raises(RuntimeError, match="a loading process died"):
+            run(config)
     with started("effasr.train", recipe_of(config), size=1) as ranks:
-        wait_for(tmp_path / "killed", 7, ranks)
+        wait_for(tmp_path / "killed", 12, ranks)
     assert not (tmp_path / "killed" / "checkpoints" / f"step_{STEPS:08d}").exists()
     assert run(config) == 0
     assert_same_end(tmp_path / "killed", tmp_path / "straight")
@@ -104,8 +122,7 @@ BUCKETED = {"strategy": "sync_bucketed_2d", "buckets": 3}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text": ("make_with_text", {}, {}),
     "text alone": ("make_text_alone", {"freeze": ("encoder",)}, {}),
-    "webdataset": ("make_from_tar", {}, {}),
-    "parquet": ("make_from_parquet", {}, {}),
+    "times": ("make_timed", {}, {}),
     "teacher": ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}, {}),
     "pretraining": ("make_pretraining", {"validates": True}, {}),
     "lora": ("make_lora_config", {}, {}),
@@ -124,7 +141,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.representative(case=["text alone", "random", "muon", "parquet"])
+@pytest.mark.representative(case=["text alone", "random", "muon", "times"])
 def test_an_interrupted_run_ends_alike(case, request, model_config, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     maker, training, settings = CASES[case]

@@ -22,8 +22,9 @@ from effasr.training.resolve import check_effects, resolve
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import IntervalClock, run
 from tests.support.run_ranks import train_on_ranks
+from tests.training.conftest import at_step
 from tests.training.test_exactness import assert_same_end
-from tests.training.test_trainer import at_step, checkpoint_steps
+from tests.training.test_trainer import checkpoint_steps
 
 WORLD = DistributedContext(0, 1, torch.device("cpu"))
 EPOCHS = {"max_steps": None, "max_epochs": 3}

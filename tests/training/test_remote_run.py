@@ -1,10 +1,7 @@
 """Runs whose corpus, tokenizer and directory are in an object store."""
 
 import json
-import multiprocessing
-import os
 import shutil
-import signal
 import threading
 
 import pytest
@@ -14,8 +11,8 @@ from effasr.training.run_dir import remote_run
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.object_store import filesystem, forget, object_store
-from tests.training.test_exactness import assert_same_end
-from tests.training.test_trainer import at_step
+from tests.training.conftest import at_step
+from tests.training.test_exactness import assert_same_end, kill_worker
 
 
 @pytest.fixture
@@ -37,10 +34,6 @@ def make_remote(make_config, store, tones):
 def on_another_machine(tmp_path):
     shutil.rmtree(tmp_path / "cache")
     forget()
-
-
-def kill_worker():
-    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
 def stop_server(store):

@@ -24,24 +24,13 @@ from effasr.training import trainer, validation
 from effasr.training.config import EvaluationConfig
 from effasr.training.diagnostics.probe import ProbeSums
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.training.trainer import run
+from tests.training.conftest import at_step
 from tests.training.test_exactness import assert_same_end
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
-
-
-def at_step(monkeypatch, number: int, action):
-    advance = ProgressDisplay.advance
-
-    def watched(self, step: int):
-        advance(self, step)
-        if step == number:
-            action()
-
-    monkeypatch.setattr(ProgressDisplay, "advance", watched)
 
 
 def poison(monkeypatch, number: int) -> list[str]:
