@@ -68,7 +68,8 @@ class OptimizerConfig:
             orthogonalizes its share, and fsdp2 is not supported.
         lr: Peak learning rate; the schedule multiplies it.
         lr_scaling: Rule for k times the reference batch: ``none`` keeps ``lr``; ``linear``
-            multiplies it by k; ``sqrt``, the rule for Adam, by the square root of k.
+            multiplies it by k; ``sqrt`` by the square root of k; ``sde``, the rule for Adam, does
+            so, and has betas of 1 - k (1 - beta) and eps / sqrt(k), for k up to 1 / (1 - beta).
         lr_reference_micro_batches: Micro-batches of a step, over all ranks, that ``lr`` and the
             schedule were chosen for.
         adascale: Scaling of learning rate and progress by the noise of the gradient; null for none.
@@ -89,7 +90,7 @@ class OptimizerConfig:
 
     name: Literal["adamw", "lamb", "muon"] = "adamw"
     lr: float = 1e-3
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    lr_scaling: Literal["none", "linear", "sqrt", "sde"] = "none"
     lr_reference_micro_batches: int | None = None
     adascale: AdaScaleConfig | None = None
     betas: tuple[float, float] = (0.9, 0.98)

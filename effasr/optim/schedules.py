@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from effasr.checks import check
@@ -87,16 +87,27 @@ def relative_batch(micro_batches: int, reference: int | None) -> float:
     return 1.0 if reference is None else micro_batches / reference
 
 
-def peak_learning_rate(config: OptimizerConfig, micro_batches: int) -> float:
-    """Return the peak learning rate for a step of ``micro_batches`` of all ranks.
+def scaled(config: OptimizerConfig, micro_batches: int) -> OptimizerConfig:
+    """Return the settings for a step of ``micro_batches`` of all ranks.
 
-    With k times the reference batch it is ``lr`` (``none``), k ``lr`` (``linear``: Goyal et al.
-    2017, for SGD), or sqrt(k) ``lr`` (``sqrt``: Krizhevsky 2014, and for Adam Malladi et al. 2022,
-    who change betas and epsilon as well, which stay here).
+    With k times the reference batch the learning rate is ``lr`` (``none``), k ``lr`` (``linear``:
+    Goyal et al. 2017, for SGD), or sqrt(k) ``lr`` (``sqrt``: Krizhevsky 2014). ``sde`` is the
+    square-root rule of Malladi et al. (2022) for Adam, in which moments also decay k times as fast,
+    and eps is divided by sqrt(k).
     """
-    ratio = relative_batch(micro_batches, config.lr_reference_micro_batches)
-    if config.lr_scaling == "linear":
-        return config.lr * ratio
-    if config.lr_scaling == "sqrt":
-        return config.lr * math.sqrt(ratio)
-    return config.lr
+    k, rule = relative_batch(micro_batches, config.lr_reference_micro_batches), config.lr_scaling
+    if rule == "none":
+        return config
+    lr = config.lr * (k if rule == "linear" else math.sqrt(k))
+    if rule != "sde":
+        return replace(config, lr=lr)
+    fastest = 1 / (1 - min(config.betas))
+    limit = f"be at most {fastest:.4g} times the reference with optimizer.lr_scaling = sde"
+    remedy = "above it a moment would have a negative decay: set optimizer.lr_scaling=sqrt"
+    check(k <= fastest, "data.micro_batches", limit, f"{k:g} times it", remedy)
+    first, second = (1 - k * (1 - beta) for beta in config.betas)
+    return replace(config, lr=lr, betas=(first, second), eps=config.eps / math.sqrt(k))
+
+
+def peak_learning_rate(config: OptimizerConfig, micro_batches: int) -> float:
+    return scaled(config, micro_batches).lr

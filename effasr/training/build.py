@@ -31,7 +31,7 @@ from effasr.optim.ema import WeightAverage
 from effasr.optim.fused_adamw import FusedAdamW
 from effasr.optim.loss_scale import LossScale
 from effasr.optim.muon import Muon, Share, muon_groups
-from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, relative_batch
+from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, relative_batch, scaled
 from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale
@@ -220,7 +220,7 @@ def build_optimizer(
     config: TrainConfig,
     context: DistributedContext,
 ) -> Optimizer:
-    settings = config.optimizer
+    settings = scaled(config.optimizer, config.data.micro_batches)
     if settings.name == "lamb":
         return build_lamb(groups, settings, context.device)
     if settings.name == "adamw":

@@ -26,7 +26,12 @@ from effasr.optim.adamw import (
 )
 from effasr.optim.loss_scale import LossScale
 from effasr.optim.muon import Muon, Share, muon_groups
-from effasr.optim.schedules import ScheduleConfig, learning_rate_ratio, peak_learning_rate
+from effasr.optim.schedules import (
+    ScheduleConfig,
+    learning_rate_ratio,
+    peak_learning_rate,
+    scaled,
+)
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_optimizer") is None,
@@ -533,8 +538,32 @@ def test_degenerate_lengths_stay_in_range(name):
         ("linear", 32, 4e-3),
         ("sqrt", 32, 2e-3),
         ("sqrt", 2, 5e-4),
+        ("sde", 32, 2e-3),
     ],
 )
 def test_the_peak_follows_the_rule(rule, micro_batches, expected):
     config = OptimizerConfig(lr=1e-3, lr_scaling=rule, lr_reference_micro_batches=8)
     assert peak_learning_rate(config, micro_batches) == pytest.approx(expected)
+
+
+def test_moments_of_a_larger_batch_decay_faster_by_the_rule_for_adam():
+    config = OptimizerConfig(lr=1e-3, lr_scaling="sde", lr_reference_micro_batches=8)
+    settings = scaled(config, 32)
+    assert settings.betas == pytest.approx((0.6, 0.92))
+    assert settings.eps == pytest.approx(5e-9)
+    with pytest.raises(ValueError, match=r"be at most 10 times the reference.* but is 11 times it"):
+        scaled(config, 88)
+    # Noise that is added up over k steps, or averaged over a batch k times as large: the second
+    # moment of a gradient that is all noise is k times smaller, and an update as large.
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(4096, 64, generator=generator)
+    moves = []
+    for batch in (1, 4):
+        parameter = torch.nn.Parameter(torch.zeros(64))
+        rule = scaled(config, 8 * batch)
+        optimizer = build_adamw([{"params": [parameter], "weight_decay": 0.0}], rule, CPU)
+        for gradient in noise.view(-1, batch, 64).mean(1):
+            parameter.grad = gradient
+            optimizer.step()
+        moves.append(parameter.detach().square().mean().item())
+    assert moves[0] == pytest.approx(moves[1], rel=0.1)
