@@ -35,6 +35,10 @@ def add_import(command: AddCommand) -> None:
         "Convert a model of NeMo, Hugging Face or faster-whisper to a folder.",
         "A .nemo file may hold a FastConformer with CTC, a transducer (RNN-T or TDT) or both, or a",
         "Canary; NeMo need not be installed. What is trained otherwise here is named.",
+        "",
+        "Of Hugging Face: CanaryForConditionalGeneration, CohereAsrForConditionalGeneration,",
+        "HubertForCTC, NemotronAsrStreamingForRNNT, OmniASRForCTC, ParakeetForCTC,",
+        "ParakeetForRNNT, ParakeetForTDT, Wav2Vec2ForCTC, WhisperForConditionalGeneration.",
         example="effasr import canary-1b-flash.nemo models/canary",
     )
     parser.add_argument(

@@ -35,7 +35,8 @@ class Wav2Vec2EncoderConfig:
 
     Attributes:
         kind: Distinguishes it from the other encoders.
-        family: The classes of transformers that it is read from and written as; one function.
+        family: The classes of transformers that it is read from and written as. omniasr_ctc has
+            zeros in place of the frames that SpecAugment hides, the others a learned embedding.
         width: Channels of the encoder frames.
         layers: Transformer layers.
         heads: Attention heads; they divide the width.
@@ -56,7 +57,7 @@ class Wav2Vec2EncoderConfig:
     """
 
     kind: Literal["wav2vec2"] = "wav2vec2"
-    family: Literal["wav2vec2", "hubert"] = "wav2vec2"
+    family: Literal["wav2vec2", "hubert", "omniasr_ctc"] = "wav2vec2"
     width: int = 768
     layers: int = 12
     heads: int = 12
@@ -77,7 +78,7 @@ class Wav2Vec2EncoderConfig:
         check_choices(
             self,
             kind=("wav2vec2",),
-            family=("wav2vec2", "hubert"),
+            family=("wav2vec2", "hubert", "omniasr_ctc"),
             convolution_norm=("group", "layer"),
         )
         check_positive(self, "width", "layers", "heads", "feed_forward", "channels")
@@ -198,7 +199,7 @@ class PositionConvolution(nn.Module):
 
 
 class Wav2Vec2Encoder(nn.Module):
-    """transformers' ``Wav2Vec2Model``, or ``HubertModel``, of each utterance alone."""
+    """transformers' ``Wav2Vec2Model`` and its kin, of each utterance alone."""
 
     def __init__(
         self,
@@ -212,7 +213,9 @@ class Wav2Vec2Encoder(nn.Module):
         self.masking = SpecAugmentConfig() if masking is None else masking
         width = config.width
         self.stem = SampleStem(config)
-        self.mask_embedding = nn.Parameter(torch.empty(width))
+        self.mask_embedding = None
+        if config.family != "omniasr_ctc":
+            self.mask_embedding = nn.Parameter(torch.empty(width))
         self.positions = PositionConvolution(width, config.position_kernel, config.position_groups)
         self.input_norm = None if config.pre_norm else nn.LayerNorm(width)
         self.layers = nn.ModuleList(
@@ -229,7 +232,8 @@ class Wav2Vec2Encoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.uniform_(self.mask_embedding)
+        if self.mask_embedding is not None:
+            nn.init.uniform_(self.mask_embedding)
 
     def forward(self, frames: SampleFrames) -> PackedSequence:
         """Encode samples into (T, width); rows of the tail are finite."""
@@ -248,16 +252,17 @@ class Wav2Vec2Encoder(nn.Module):
 
     def _masked(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Put the mask embedding in place of some frames, and zeros in place of some channels."""
+        hidden = self.mask_embedding
         lengths = layout.cu_seqlens.long().diff()
         shown = MelFrames(torch.ones_like(x, dtype=torch.float32), layout, lengths, 1)
         if self.masking.freq_masks:
             x = x * spec_augment(shown, replace(self.masking, time_masks=0)).to(x.dtype)
         if not self.masking.time_masks:
             # The processes of a group wait for its gradient.
-            return touch_unused_parameters(x, [self.mask_embedding])
+            return x if hidden is None else touch_unused_parameters(x, [hidden])
         shown = shown.with_values(shown.values[:, :1])
         visible = spec_augment(shown, replace(self.masking, freq_masks=0)) > 0
-        return torch.where(visible, x, self.mask_embedding.to(x.dtype))
+        return torch.where(visible, x, 0.0 if hidden is None else hidden.to(x.dtype))
 
 
 def _places(layout: PackedLayout, spare: int) -> Tensor:

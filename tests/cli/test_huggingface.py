@@ -134,7 +134,7 @@ def test_a_parakeet_in_tuned_and_out(effasr, tune, tmp_path, name):
     assert not torch.equal(*(model.encoder.subsampling.linear.weight for model in models))
 
 
-@pytest.mark.parametrize("kind", ["base", "mms", "hubert"])
+@pytest.mark.parametrize("kind", ["base", "mms", "hubert", "omniasr"])
 def test_a_wav2vec2_in_tuned_and_out(effasr, tune, tmp_path, kind):
     source, recipe = tmp_path / "source", "finetune_wav2vec2"
     name = type(make_wav2vec2(source, kind)).__name__
@@ -143,8 +143,10 @@ def test_a_wav2vec2_in_tuned_and_out(effasr, tune, tmp_path, kind):
     models = tuned_and_out(effasr, tune, source, tmp_path, recipe, "en", name, *settings)
     parts = [getattr(model, model.base_model_prefix) for model in models]
     # The convolutions are frozen.
-    names = "feature_extractor.conv_layers.2.conv", "feature_projection.projection"
-    frozen, trained = ([x.get_submodule(name).weight for x in parts] for name in names)
+    endings = "conv_layers.2.conv.weight", ".projection.weight"
+    weights = [x.named_parameters() for x in parts]
+    ends = [{name: x for name, x in part if name.endswith(endings)}.values() for part in weights]
+    frozen, trained = zip(*ends, strict=True)
     assert torch.equal(*frozen)
     assert not torch.equal(*trained)
 

@@ -1,4 +1,4 @@
-"""transformers' wav2vec 2.0 and HuBERT, with random weights, are the oracle of ours."""
+"""transformers' wav2vec 2.0 and its kin, with random weights, are the oracle of ours."""
 
 import json
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from effasr.cli.main import main
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
@@ -20,6 +21,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.wav2vec2_encoder import Wav2Vec2Encoder
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 LETTERS = ["|", *"ETAONIHSRDLUMWCFGYPBVK'XJQZ", "É"]
 VOCABULARY = {token: n for n, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *LETTERS])}
@@ -35,6 +37,7 @@ KINDS = {
     "large": ("wav2vec2", {**LARGE, "mask_time_prob": 0.0, "pad_token_id": len(VOCABULARY) - 1}),
     "mms": ("wav2vec2", {**LARGE, "adapter_attn_dim": 6}),
     "hubert": ("hubert", {"conv_bias": True}),
+    "omniasr": ("omniasr_ctc", {}),
 }
 UNKNOWN = {"__type": "AddedToken", "content": "[UNK]"}
 SAMPLES = 14_005, 2_719, 399, 8_000, 3_000, 400
@@ -46,19 +49,39 @@ def make_wav2vec2(folder, kind):
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
-    configuration = {"wav2vec2": transformers.Wav2Vec2Config, "hubert": transformers.HubertConfig}
-    config = configuration[family](**SIZES, **options)
-    model = getattr(transformers, CLASSES[family].name)(config).eval()
+    name = CLASSES[family].name
+    if kind == "omniasr":
+        names = transformers.OmniASRAudioConfig().to_dict().keys() & SIZES
+        audio = {option: SIZES[option] for option in names}
+        config = transformers.OmniASRCTCConfig(audio_config=audio, vocab_size=len(VOCABULARY))
+    else:
+        config = getattr(transformers, name.replace("ForCTC", "Config"))(**SIZES, **options)
+    model = getattr(transformers, name)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
         # So that it says different things, and no special token.
-        model.lm_head.weight.mul_(8)
-        model.lm_head.bias[[1, 2, 3]] = -100.0
+        head = model.ctc_head if kind == "omniasr" else model.lm_head
+        head.weight.mul_(8)
+        head.bias[[1, 2, 3]] = -100.0
     model.save_pretrained(folder)
     extractor_of(model).save_pretrained(folder)
-    write_tokenizer(folder, dict(VOCABULARY))
+    if kind == "omniasr":
+        write_sentences(folder)
+    else:
+        write_tokenizer(folder, dict(VOCABULARY))
     return model
+
+
+def write_sentences(folder):
+    """A tokenizer of characters as omniASR has it: the blank is the first token."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"".join(LETTERS[1:]).lower()]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.add_special_tokens(names[:4])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def make_pretrained(folder, name):
@@ -77,6 +100,8 @@ def write_tokenizer(folder, vocabulary, **settings):
 
 
 def extractor_of(model):
+    if model.config.model_type == "omniasr_ctc":
+        return transformers.OmniASRFeatureExtractor()
     masked = model.config.feat_extract_norm == "layer"
     return transformers.Wav2Vec2FeatureExtractor(return_attention_mask=masked)
 
@@ -126,7 +151,10 @@ def their_logits(model, example):
     """Of an utterance alone, with the classes in our order."""
     values = extractor_of(model)(example.audio, sampling_rate=16_000, return_tensors="pt")
     logits, blank = model(values.input_values).logits[0], model.config.pad_token_id
-    return torch.cat([logits[:, :blank], logits[:, blank + 1 :], logits[:, blank, None]], 1)
+    never = logits[:, :0]
+    if model.config.model_type == "omniasr_ctc":
+        blank, never = 0, torch.full_like(logits[:, :1], -1e4)
+    return torch.cat([never, logits[:, :blank], logits[:, blank + 1 :], logits[:, blank, None]], 1)
 
 
 def assert_same(actual, expected, name):
@@ -157,13 +185,23 @@ def test_a_packed_batch_gives_the_same_logits_loss_and_gradients(theirs, ours, k
     assert_same(loss.detach(), torch.stack(expected).sum().detach(), "loss")
     names = {name: x.grad for name, x in ours.named_parameters() if name.startswith("encoder.")}
     # The weight of positions is a product in their model, and no frame is masked.
-    del names["encoder.positions.conv.weight"], names["encoder.mask_embedding"]
+    del names["encoder.positions.conv.weight"]
+    names.pop("encoder.mask_embedding", None)
     gradients = export_weights(names, CLASSES[KINDS[kind][0]].weights)
     largest = max(float(x.abs().max()) for x in gradients.values())
     for name, parameter in theirs.named_parameters():
         if name in gradients:
             error = (gradients[name] - parameter.grad).abs().max()
             assert error < 1e-4 * max(float(parameter.grad.abs().max()), 1e-2 * largest), name
+    torch.optim.SGD(ours.parameters(), lr=1e-6).step()
+    assert ours(batch).ctc.sum() < loss
+
+
+def test_help_of_import_names_the_classes(capsys):
+    with pytest.raises(SystemExit):
+        main(["import", "--help"])
+    text = capsys.readouterr().out
+    assert [x.name for x in CLASSES.values() if x.name not in text] == []
 
 
 def test_spec_augment_hides_frames_and_channels(ours):
@@ -177,8 +215,9 @@ def test_spec_augment_hides_frames_and_channels(ours):
     first, second = (ours.encode(batch).values for _ in range(2))
     assert not torch.equal(first, second)
     ours(batch).ctc.sum().backward()
-    assert encoder.mask_embedding.grad is not None
-    assert encoder.mask_embedding.grad.abs().max() > 0
+    if encoder.mask_embedding is not None:
+        assert encoder.mask_embedding.grad is not None
+        assert encoder.mask_embedding.grad.abs().max() > 0
     encoder.masking = SpecAugmentConfig()
     assert torch.equal(ours.encode(batch).values, plain)
     ours.zero_grad(set_to_none=True)
@@ -189,9 +228,10 @@ def test_spec_augment_hides_frames_and_channels(ours):
 
 def test_what_is_exported_is_loaded_with_the_same_transcripts(theirs, ours, kind, tmp_path):
     family, _ = KINDS[kind]
-    blank = theirs.config.pad_token_id
-    assert export_model(ours, tmp_path, SpecialTokens(blank_id=blank)) == CLASSES[family].name
-    loader = getattr(transformers, CLASSES[family].name)
+    pad = theirs.config.pad_token_id
+    tokens = SpecialTokens(blank_id=0 if kind == "omniasr" else pad, pad_id=pad)
+    assert export_model(ours, tmp_path, tokens) == CLASSES[family].name
+    loader = type(theirs)
     again, report = loader.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     for example in spoken((14_005, 2_719)):

@@ -21,7 +21,7 @@ class FeatureConfig:
         kind: Feature extraction of transformers' ``ParakeetFeatureExtractor``, which equals NeMo's,
             of its ``WhisperFeatureExtractor``, or ``waveform``, that of its
             ``Wav2Vec2FeatureExtractor``: samples, for which only ``sample_rate``, ``hop``,
-            ``window`` and ``normalize`` count.
+            ``window``, ``normalize`` and ``epsilon`` count.
         sample_rate: Sample rate in Hz.
         subsampling: Mel rows of an encoder frame: 4 or 8 for a FastConformer, 2 for a Transformer,
             1 for samples; null for what the encoder of the model needs, and without a model for 8.
@@ -37,6 +37,7 @@ class FeatureConfig:
         hop: Samples between two mel rows, or frames.
         preemphasis: Share of the previous sample that is subtracted; 0 turns it off.
         normalize: Give each band, or the samples, zero mean and unit variance over each utterance.
+        epsilon: Added to the variance of samples: 1e-5 is that of omniASR.
     """
 
     kind: Literal["parakeet", "whisper", "waveform"] = "parakeet"
@@ -51,6 +52,7 @@ class FeatureConfig:
     hop: int = 160
     preemphasis: float = 0.97
     normalize: bool = True
+    epsilon: float = 1e-7
 
     def __post_init__(self) -> None:
         for name in ("sample_rate", "mel_bins", "n_fft", "window", "hop"):
@@ -67,6 +69,7 @@ class FeatureConfig:
                 f"`mel_bins` must be a multiple of {rows}, because the encoder halves the "
                 f"bands {times}, but is {self.mel_bins}: use 64, 80 or 128."
             )
+        check(self.epsilon > 0, "epsilon", "be positive", self.epsilon)
         rule = "be at least 0"
         remedy = "0 adds no silence"
         check(0 <= self.minimum_s < math.inf, "minimum_s", rule, self.minimum_s, remedy)

@@ -17,8 +17,6 @@ SPARE_SLOTS = 2
 """Slots after those of an utterance's frames: its last frame reads beyond them, and so many samples
 may follow that are no frame, but count for its mean and variance."""
 
-_NORM_EPS = 1e-7
-
 
 @dataclass(frozen=True)
 class SampleFrames:
@@ -36,7 +34,8 @@ class SampleFrames:
 class Samples(nn.Module):
     """Samples of each utterance, with zero mean and unit variance if they are normalized.
 
-    Equal to transformers' ``Wav2Vec2FeatureExtractor`` of each utterance alone.
+    Equal to transformers' ``Wav2Vec2FeatureExtractor`` of each utterance alone, or with
+    ``epsilon`` 1e-5 to its ``OmniASRFeatureExtractor``.
     """
 
     def __init__(self, config: FeatureConfig):
@@ -63,7 +62,7 @@ class Samples(nn.Module):
             mean = segment_sum(values.sum(1), slots) / count
             values = (values - _of_slots(mean, ids)).masked_fill_(outside, 0.0)
             variance = segment_sum(values.square().sum(1), slots) / count
-            values *= (_of_slots(variance, ids) + _NORM_EPS).rsqrt()
+            values *= (_of_slots(variance, ids) + self.config.epsilon).rsqrt()
         return SampleFrames(values, frames, lengths)
 
 

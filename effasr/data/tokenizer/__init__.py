@@ -19,7 +19,9 @@ from effasr.data.tokenizer.hugging_face import (
     CanaryTokenizer,
     HuggingFaceTokenizer,
     ParakeetTokenizer,
+    SentenceTokenizer,
     find_blank,
+    has_sentences,
     read_tokenizer_json,
 )
 from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
@@ -73,7 +75,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 def load_hugging_face(
     directory: str | Path, language: str | None = None
 ) -> HuggingFaceTokenizer | CharacterTokenizer:
-    """Read the ``tokenizer.json`` of a chat model, a Whisper, a Parakeet or a Canary.
+    """Read the ``tokenizer.json`` of a chat model, a Whisper, a Parakeet, an omniASR or a Canary.
 
     A chat model has a chat template, and a Parakeet has a blank. A wav2vec 2.0 has a ``vocab.json``
     alone, in which MMS has a vocabulary for each ``language``.
@@ -86,4 +88,6 @@ def load_hugging_face(
         return WhisperTokenizer(directory)
     if has_template(Path(directory)):
         return ChatTokenizer(directory)
-    return (CanaryTokenizer if find_blank(vocabulary) is None else ParakeetTokenizer)(directory)
+    if find_blank(vocabulary) is not None:
+        return ParakeetTokenizer(directory)
+    return (SentenceTokenizer if has_sentences(vocabulary) else CanaryTokenizer)(directory)

@@ -34,6 +34,7 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2})\|>")
 _PAD, _EOS, _UNKNOWN, _BLANK = "<pad>", "<|endoftext|>", "<unk>", "<blank>"
 _PROMPT_HEAD = ("<|startofcontext|>", "<|startoftranscript|>", "<|emo:undefined|>")
 _PROMPT_TAIL = ("<|noitn|>", "<|notimestamp|>", "<|nodiarize|>")
+_SENTENCE = ("<s>", "</s>")
 _PUNCTUATION = ("<|nopnc|>", "<|pnc|>")
 _SPACE, _COHERE = "▁", "CohereAsrProcessor"
 
@@ -176,6 +177,27 @@ class ParakeetTokenizer(HuggingFaceTokenizer):
 
     def prompt(self, prompt: Prompt) -> list[int]:
         return [self.pad_id]
+
+
+class SentenceTokenizer(HuggingFaceTokenizer):
+    """One of an omniASR, with ``<s>``, from which a decoder starts, and ``</s>``.
+
+    It takes any language, as it cannot tell which ones it was made for.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__(directory)
+        self._begin_id, self.eos_id = (self._vocabulary[token] for token in _SENTENCE)
+        self.pad_id = self._vocabulary.get(_PAD, self.eos_id)
+        self.sources = self.languages = ()
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        return [self._begin_id]
+
+
+def has_sentences(vocabulary: Mapping[str, int]) -> bool:
+    """Return whether these are the tokens of a `SentenceTokenizer`, not of a Canary."""
+    return vocabulary.keys() >= set(_SENTENCE) and _PROMPT_HEAD[1] not in vocabulary
 
 
 def find_blank(vocabulary: Mapping[str, int]) -> int | None:

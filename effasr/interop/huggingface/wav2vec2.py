@@ -1,15 +1,16 @@
-"""``Wav2Vec2ForCTC`` and ``HubertForCTC``, such as wav2vec2-base-960h, XLS-R, MMS and HuBERT.
+"""``Wav2Vec2ForCTC`` and its kin: wav2vec2-base-960h, XLS-R, MMS, HuBERT, and omniASR.
 
 The blank is the padding token, whose number moves behind the others. The weight norm of the
 convolution for positions is multiplied out; it is written as a norm that changes nothing. Of MMS
 the adapters of one language are read. A model that was only pretrained, such as XLS-R, gets a head
-of one token and the blank, in whose place a fine-tuning puts that of its tokenizer.
+of one token and the blank, in whose place a fine-tuning puts that of its tokenizer. The blank of
+omniASR is the token that begins a sentence; as tokens keep their numbers, its class is a new one
+and the token's own never occurs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,36 +38,53 @@ def _channels(where: str, value: Any) -> int:
     return integer(where, value[0])
 
 
+_SIZES = {
+    "width": ("hidden_size", 768, integer),
+    "layers": ("num_hidden_layers", 12, integer),
+    "heads": ("num_attention_heads", 12, integer),
+    "feed_forward": ("intermediate_size", 3072, integer),
+    "channels": ("conv_dim", [512] * _LAYERS, _channels),
+    "convolution_bias": ("conv_bias", False, switch),
+    "position_kernel": ("num_conv_pos_embeddings", 128, integer),
+    "position_groups": ("num_conv_pos_embedding_groups", 16, integer),
+    "residual_dropout": ("hidden_dropout", 0.1, number),
+    "activation_dropout": ("activation_dropout", 0.1, number),
+    "attention_dropout": ("attention_dropout", 0.1, number),
+}
+_CONSTANTS = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "conv_kernel": list(KERNELS),
+    "conv_stride": list(STRIDES),
+}
 _ENCODER = Section(
     {
-        "width": ("hidden_size", 768, integer),
-        "layers": ("num_hidden_layers", 12, integer),
-        "heads": ("num_attention_heads", 12, integer),
-        "feed_forward": ("intermediate_size", 3072, integer),
-        "channels": ("conv_dim", [512] * _LAYERS, _channels),
+        **_SIZES,
         "convolution_norm": ("feat_extract_norm", "group", one_of("group", "layer")),
-        "convolution_bias": ("conv_bias", False, switch),
-        "position_kernel": ("num_conv_pos_embeddings", 128, integer),
-        "position_groups": ("num_conv_pos_embedding_groups", 16, integer),
         "pre_norm": ("do_stable_layer_norm", False, switch),
         "adapter": ("adapter_attn_dim", None),
         "input_dropout": ("hidden_dropout", 0.1, number),
-        "residual_dropout": ("hidden_dropout", 0.1, number),
-        "activation_dropout": ("activation_dropout", 0.1, number),
-        "attention_dropout": ("attention_dropout", 0.1, number),
     },
-    constants={
-        "hidden_act": "gelu",
-        "feat_extract_activation": "gelu",
-        "layer_norm_eps": 1e-5,
-        "conv_kernel": list(KERNELS),
-        "conv_stride": list(STRIDES),
-        "add_adapter": False,
-    },
+    constants={**_CONSTANTS, "feat_extract_activation": "gelu", "add_adapter": False},
     # transformers has the embedding of masked frames only where this is not 0.
     written={"mask_time_prob": 0.05, "layerdrop": 0.0, "final_dropout": 0.0},
     training={"feat_proj_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0},
 )
+_OMNI = "omniasr_ctc"
+_OMNI_ENCODER = Section(
+    _SIZES,
+    constants=_CONSTANTS,
+    written={"layerdrop": 0.0, "model_type": "omniasr_audio"},
+    training={"layerdrop": 0.0},
+)
+_OMNI_DEFAULTS = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "conv_bias": True,
+    "attention_dropout": 0.0,
+}
 _HUBERT = Section(constants={"conv_pos_batch_norm": False, "feat_proj_layer_norm": True})
 _FEATURES = Section(
     {"sample_rate": ("sampling_rate", 16_000), "normalize": ("do_normalize", True, switch)},
@@ -81,11 +99,37 @@ _NORM_PARTS = (
 )
 """Length and direction of the weight of the convolution for positions, now and before."""
 
+_HEADS = {_OMNI: "ctc_head."}
 _HEAD, _MASK = "lm_head.", "masked_spec_embed"
+_NEVER = -1e4
+"""Bias of a class that never occurs."""
+
 _PRETRAINING = "quantizer.", "project_q.", "project_hid."
 
 
+_LAYER_NAMES = (
+    (".norm_self_att.", ".layer_norm."),
+    (".norm_feed_forward.", ".final_layer_norm."),
+    (".norm_adapter.", ".adapter_layer.norm."),
+    (".norm.", ".layer_norm."),
+    (".self_attn.qkv_proj.", _QKV),
+    (".self_attn.o_proj.", ".attention.out_proj."),
+    (".feed_forward.linear1.", ".feed_forward.intermediate_dense."),
+    (".feed_forward.linear2.", ".feed_forward.output_dense."),
+    (".adapter.linear", ".adapter_layer.linear_"),
+)
+_OMNI_NAMES = (
+    ("encoder.stem.convolutions.", "encoder.stem.conv_layers."),
+    ("encoder.stem.", "encoder.subsampling."),
+    ("encoder.positions.", "encoder.encode_positions."),
+    ("encoder.norm.", "encoder.layer_norm."),
+    ("encoder.", "model.audio_tower."),
+)
+
+
 def _names(family: str) -> Renames:
+    if family == _OMNI:
+        return {"encoder.": (*_OMNI_NAMES, *_LAYER_NAMES), "ctc_head.": ()}
     return {
         "encoder.": (
             ("encoder.mask_embedding", f"{family}.{_MASK}"),
@@ -97,15 +141,7 @@ def _names(family: str) -> Renames:
             ("encoder.input_norm.", f"{family}.encoder.layer_norm."),
             ("encoder.norm.", f"{family}.encoder.layer_norm."),
             ("encoder.layers.", f"{family}.encoder.layers."),
-            (".norm_self_att.", ".layer_norm."),
-            (".norm_feed_forward.", ".final_layer_norm."),
-            (".norm_adapter.", ".adapter_layer.norm."),
-            (".norm.", ".layer_norm."),
-            (".self_attn.qkv_proj.", _QKV),
-            (".self_attn.o_proj.", ".attention.out_proj."),
-            (".feed_forward.linear1.", ".feed_forward.intermediate_dense."),
-            (".feed_forward.linear2.", ".feed_forward.output_dense."),
-            (".adapter.linear", ".adapter_layer.linear_"),
+            *_LAYER_NAMES,
         ),
         "ctc_head.": (("ctc_head.", _HEAD),),
     }
@@ -113,47 +149,66 @@ def _names(family: str) -> Renames:
 
 def _read(family: str, content: Content) -> tuple[ModelConfig, int]:
     mapping, weights = content.config, content.weights
+    is_omni, head_name = family == _OMNI, _HEADS.get(family, _HEAD)
     unused: list[str] = []
-    fields, _ = _ENCODER.read("config", mapping, unused)
-    _HUBERT.read("config", mapping)
-    if mapping.get("apply_spec_augment", True) and mapping.get("mask_time_prob", 0.05):
-        unused.append("apply_spec_augment (`model.spec_augment` is ours)")
+    if is_omni:
+        audio = _OMNI_DEFAULTS | (mapping.get("audio_config") or {})
+        fields, _ = _OMNI_ENCODER.read("config.audio_config", audio, unused)
+        fields |= {"convolution_norm": "layer", "pre_norm": True}
+    else:
+        fields, _ = _ENCODER.read("config", mapping, unused)
+        _HUBERT.read("config", mapping)
+        if mapping.get("apply_spec_augment", True) and mapping.get("mask_time_prob", 0.05):
+            unused.append("apply_spec_augment (`model.spec_augment` is ours)")
+        if not fields["pre_norm"]:
+            fields["adapter"] = None  # transformers has none in such layers
     if unused:
         _log.warning("Options of training are not used here: %s.", ", ".join(unused))
-    if not fields["pre_norm"]:
-        fields["adapter"] = None  # transformers has none in such layers
     encoder = Wav2Vec2EncoderConfig(family=family, **fields)  # pyright: ignore[reportArgumentType]
     features, _ = _FEATURES.read("preprocessor_config", content.preprocessor)
-    classes = integer("config.vocab_size", mapping.get("vocab_size", 32))
-    blank = integer("config.pad_token_id", mapping.get("pad_token_id", 0))
+    classes = integer("config.vocab_size", mapping.get("vocab_size", 10_288 if is_omni else 32))
+    option = "blank_token_id" if is_omni else "pad_token_id"
+    blank = integer(f"config.{option}", mapping.get(option, 0))
     rule = f"be in the vocabulary of {classes}, as it is the blank"
-    check(0 <= blank < classes, "pad_token_id", rule, blank)
+    check(0 <= blank < (1 if is_omni else classes), option, "be 0" if is_omni else rule, blank)
     for name in list(weights):
         value = weights.pop(name)
         if not name.startswith(_PRETRAINING):
             # A model that is saved without any head has no prefix.
-            weights[name if name.startswith((family, _HEAD)) else f"{family}.{name}"] = value
-    if not any(name.startswith(_HEAD) for name in weights):
-        classes, blank = 2, 0
-        weights |= {f"{_HEAD}weight": torch.zeros(2, encoder.width), f"{_HEAD}bias": torch.zeros(2)}
-    _multiply_out(weights, f"{family}.{_POSITIONS}")
-    weights.setdefault(f"{family}.{_MASK}", torch.zeros(encoder.width))
+            has_prefix = is_omni or name.startswith((family, _HEAD))
+            weights[name if has_prefix else f"{family}.{name}"] = value
+    if not is_omni:
+        if not any(name.startswith(_HEAD) for name in weights):
+            classes, blank = 2, 0
+            weights[f"{_HEAD}weight"] = torch.zeros(2, encoder.width)
+            weights[f"{_HEAD}bias"] = torch.zeros(2)
+        _multiply_out(weights, f"{family}.{_POSITIONS}")
+        weights.setdefault(f"{family}.{_MASK}", torch.zeros(encoder.width))
     order = [*range(blank), *range(blank + 1, classes), blank]
-    for name, index in {"weight": (order, ..., None), "bias": (order,)}.items():
-        head = weights.get(f"{_HEAD}{name}")
+    for name in ("weight", "bias"):
+        head = weights.get(f"{head_name}{name}")
         if head is None or len(head) != classes:
             raise ValueError(
-                f"`{_HEAD}{name}` must have the {classes} rows of `vocab_size`, but "
+                f"`{head_name}{name}` must have the {classes} rows of `vocab_size`, but "
                 f"{'is missing' if head is None else f'has {len(head)}'}: copy the folder again."
             )
-        weights[f"{_HEAD}{name}"] = head[index]
+        rows, bias = head[order], name == "bias"
+        never = rows.new_full((int(is_omni), *rows.shape[1:]), _NEVER if bias else 0.0)
+        rows = torch.cat([never, rows])
+        weights[f"{head_name}{name}"] = rows if bias else rows[..., None]
     config = ModelConfig(
-        features=FeatureConfig(kind="waveform", hop=320, window=400, **features),
+        features=FeatureConfig(
+            kind="waveform", hop=320, window=400, epsilon=_epsilon(family), **features
+        ),
         encoder=encoder,
         decoder=None,
         ctc=True,
     )
-    return config, classes - 1
+    return config, classes - (not is_omni)
+
+
+def _epsilon(family: str) -> float:
+    return 1e-5 if family == _OMNI else 1e-7
 
 
 def _multiply_out(weights: dict[str, Tensor], positions: str) -> None:
@@ -181,35 +236,53 @@ def with_language(content: Content, directory: Path, language: str) -> Content:
 
 def _write(family: str, model: ASRModel, tokens: SpecialTokens) -> Content:
     encoder, head, blank = model.config.encoder, model.ctc_head, tokens.blank_id
+    features, is_omni = model.config.features, family == _OMNI
     assert isinstance(encoder, Wav2Vec2EncoderConfig)
-    refuse("transformers", {"decoder or transducer after wav2vec 2.0": head is None})
+    refuse(
+        "transformers",
+        {
+            "decoder or transducer after wav2vec 2.0": head is None,
+            f"features.epsilon={features.epsilon} (only {_epsilon(family)})": (
+                features.epsilon != _epsilon(family)
+            ),
+        },
+    )
     assert head is not None
     check(0 <= blank <= model.vocab_size, "blank_id", "be a class of the model", blank)
     last = model.vocab_size
-    order = [*range(blank), last, *range(blank, last)]
-    fields: Mapping[str, Any] = {
-        "model_type": family,
-        **_ENCODER.write(encoder, conv_dim=[encoder.channels] * _LAYERS),
-        **(_HUBERT.write() if family == "hubert" else {}),
-        "vocab_size": last + 1,
-        "pad_token_id": blank,
-    }
+    # Another tokenizer has no token of the blank, and so no class that never occurs.
+    first = int(is_omni and head.bias is not None and float(head.bias[0].detach()) < _NEVER / 2)
+    order = [*range(first, blank + first), last, *range(blank + first, last)]
+    fields: dict[str, Any] = {"model_type": family, "vocab_size": len(order)}
+    channels = {"conv_dim": [encoder.channels] * _LAYERS}
+    if is_omni:
+        fields["audio_config"] = _OMNI_ENCODER.write(encoder, **channels)
+        fields |= {"blank_token_id": blank, "pad_token_id": tokens.pad_id if first else blank}
+    else:
+        fields |= _ENCODER.write(encoder, **channels) | {"pad_token_id": blank}
+        fields |= _HUBERT.write() if family == "hubert" else {}
     preprocessor = {
-        "feature_extractor_type": "Wav2Vec2FeatureExtractor",
-        **_FEATURES.write(model.config.features),
+        "feature_extractor_type": f"{'OmniASR' if is_omni else 'Wav2Vec2'}FeatureExtractor",
+        **_FEATURES.write(features),
         "padding_side": "right",
         "padding_value": 0.0,
         "return_attention_mask": encoder.convolution_norm == "layer",
     }
-    weight = model.encoder.get_parameter("positions.conv.weight").detach().double().cpu()
-    length = weight.norm(dim=(0, 1), keepdim=True).float()
-    weights = {f"{family}.{_POSITIONS}{_NORM_PARTS[0][0]}": length}
+    weights = {}
+    if not is_omni:
+        weight = model.encoder.get_parameter("positions.conv.weight").detach().double().cpu()
+        length = weight.norm(dim=(0, 1), keepdim=True).float()
+        weights[f"{family}.{_POSITIONS}{_NORM_PARTS[0][0]}"] = length
     for name, value in head.named_parameters():
-        weights[f"{_HEAD}{name}"] = value.detach().float().cpu()[order]
+        weights[f"{_HEADS.get(family, _HEAD)}{name}"] = value.detach().float().cpu()[order]
     return Content(fields, preprocessor, weights=weights)
 
 
 CLASSES = {
     family: ModelClass(name, "ctc", _names(family), partial(_read, family), partial(_write, family))
-    for family, name in {"wav2vec2": "Wav2Vec2ForCTC", "hubert": "HubertForCTC"}.items()
+    for family, name in {
+        "wav2vec2": "Wav2Vec2ForCTC",
+        "hubert": "HubertForCTC",
+        _OMNI: "OmniASRForCTC",
+    }.items()
 }
