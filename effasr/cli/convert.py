@@ -38,7 +38,8 @@ def add_import(command: AddCommand) -> None:
         "",
         "Of Hugging Face: CanaryForConditionalGeneration, CohereAsrForConditionalGeneration,",
         "HubertForCTC, NemotronAsrStreamingForRNNT, OmniASRForCTC, ParakeetForCTC,",
-        "ParakeetForRNNT, ParakeetForTDT, Wav2Vec2ForCTC, WhisperForConditionalGeneration.",
+        "ParakeetForRNNT, ParakeetForTDT, Wav2Vec2ForCTC, WavLMForCTC,",
+        "WhisperForConditionalGeneration.",
         example="effasr import canary-1b-flash.nemo models/canary",
     )
     parser.add_argument(

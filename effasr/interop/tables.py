@@ -37,6 +37,11 @@ _WHOLE = slice(None)
 _SHAPES: tuple[tuple[re.Pattern[str], Any, Any], ...] = (
     (re.compile(_POINTWISE), (..., None), (..., 0)),
     (re.compile(r"encoder\.subsampling\.pointwise[12]\.weight"), (..., None, None), (..., 0, 0)),
+    (
+        re.compile(r"encoder\.layers\..*\.gate_scale"),
+        (None, _WHOLE, None, None),
+        (0, _WHOLE, 0, 0),
+    ),
     (re.compile(r"encoder\.layers\..*\.conv\.depthwise\.weight"), (_WHOLE, None), (_WHOLE, 0)),
 )
 

@@ -14,6 +14,7 @@ from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.wav2vec2_encoder import KERNELS, Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
+from effasr.nn.attention import GatedBiasSelfAttention
 from effasr.nn.experts import ExpertsConfig
 from effasr.nn.subsampling import bands
 from effasr_kernels import Context
@@ -204,6 +205,11 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
         if isinstance(encoder, Wav2Vec2EncoderConfig):
             taps = encoder.position_kernel * width // encoder.position_groups
             layers += 2 * width * (encoder.channels + taps)
+            if encoder.family == "wavlm":
+                # Eight sums make a gate, and wider heads have a third product.
+                wide = width + GatedBiasSelfAttention.spare * encoder.heads
+                layers += encoder.layers * 2 * 8 * width
+                return subsampling_cost(config) + layers, encoder.layers * 3 * 2 * wide
         return subsampling_cost(config) + layers, encoder.layers * 2 * 2 * width
     feed_forward = 2 * _network(width, encoder.feed_forward, encoder.experts)
     attention = 2 * 4 * width**2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -36,7 +37,8 @@ class Wav2Vec2EncoderConfig:
     Attributes:
         kind: Distinguishes it from the other encoders.
         family: The classes of transformers that it is read from and written as. omniasr_ctc has
-            zeros in place of the frames that SpecAugment hides, the others a learned embedding.
+            zeros in place of the frames that SpecAugment hides, the others a learned embedding;
+            wavlm adds a bias of the distance to the scores of attention, times a gate of the query.
         width: Channels of the encoder frames.
         layers: Transformer layers.
         heads: Attention heads; they divide the width.
@@ -48,6 +50,9 @@ class Wav2Vec2EncoderConfig:
         position_kernel: Frames that the convolution for positions reads, even.
         position_groups: Groups of its channels; they divide the width.
         pre_norm: Whether the norms precede the modules of a layer, or follow them.
+        distance_buckets: Numbers of a wavlm's bias; half of them for later frames, and half of
+            these for distances one by one.
+        longest_distance: From this distance on, a wavlm's bias is the same.
         adapter: Channels of the adapter in each layer, such as MMS has for a language; null for
             none.
         input_dropout: Dropout of the input of the first layer.
@@ -57,7 +62,7 @@ class Wav2Vec2EncoderConfig:
     """
 
     kind: Literal["wav2vec2"] = "wav2vec2"
-    family: Literal["wav2vec2", "hubert", "omniasr_ctc"] = "wav2vec2"
+    family: Literal["wav2vec2", "hubert", "omniasr_ctc", "wavlm"] = "wav2vec2"
     width: int = 768
     layers: int = 12
     heads: int = 12
@@ -68,6 +73,8 @@ class Wav2Vec2EncoderConfig:
     position_kernel: int = 128
     position_groups: int = 16
     pre_norm: bool = False
+    distance_buckets: int = 320
+    longest_distance: int = 800
     adapter: int | None = None
     input_dropout: float = 0.0
     residual_dropout: float = 0.0
@@ -78,11 +85,15 @@ class Wav2Vec2EncoderConfig:
         check_choices(
             self,
             kind=("wav2vec2",),
-            family=("wav2vec2", "hubert", "omniasr_ctc"),
+            family=("wav2vec2", "hubert", "omniasr_ctc", "wavlm"),
             convolution_norm=("group", "layer"),
         )
         check_positive(self, "width", "layers", "heads", "feed_forward", "channels")
         check_positive(self, "position_kernel", "position_groups")
+        buckets, longest = self.distance_buckets, self.longest_distance
+        check(buckets >= 4 and buckets % 4 == 0, "distance_buckets", "be a multiple of 4", buckets)
+        rule = f"be greater than distance_buckets / 4 = {buckets // 4}"
+        check(longest > buckets // 4, "longest_distance", rule, longest)
         check_dropouts(self)
         kernel = self.position_kernel
         check(kernel % 2 == 0, "position_kernel", "be even", kernel)
@@ -225,15 +236,21 @@ class Wav2Vec2Encoder(nn.Module):
                 activation="gelu",
                 post_norm=not config.pre_norm,
                 adapter=config.adapter,
+                gated_bias=config.family == "wavlm",
             )
             for _ in range(config.layers)
         )
         self.norm = nn.LayerNorm(width) if config.pre_norm else None
+        self.distances = None
+        if config.family == "wavlm":
+            self.distances = nn.Embedding(config.distance_buckets, config.heads)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.mask_embedding is not None:
             nn.init.uniform_(self.mask_embedding)
+        if self.distances is not None:
+            nn.init.normal_(self.distances.weight)
 
     def forward(self, frames: SampleFrames) -> PackedSequence:
         """Encode samples into (T, width); rows of the tail are finite."""
@@ -247,8 +264,19 @@ class Wav2Vec2Encoder(nn.Module):
             x = normalized(x, self.input_norm)
         x = F.dropout(x, config.input_dropout, self.training)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
-        x = run_layers(self.layers, "encoder", x, layout, layout)
+        x = run_layers(self.layers, "encoder", x, layout, layout, None, self._table(layout))
         return PackedSequence(x if self.norm is None else normalized(x, self.norm), layout)
+
+    def _table(self, layout: PackedLayout) -> Tensor | None:
+        """Give the bias of each distance to a wavlm's attention."""
+        if self.distances is None:
+            return None
+        reach = max(layout.max_seqlen_bound, 1)
+        # Of a query minus its key, in the order of the table.
+        distance = torch.arange(1 - reach, reach, device=layout.device)
+        config = self.config
+        buckets = _buckets(-distance, config.distance_buckets, config.longest_distance)
+        return self.layers[0].self_attn.table(self.distances(buckets))
 
     def _masked(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Put the mask embedding in place of some frames, and zeros in place of some channels."""
@@ -263,6 +291,15 @@ class Wav2Vec2Encoder(nn.Module):
         shown = shown.with_values(shown.values[:, :1])
         visible = spec_augment(shown, replace(self.masking, freq_masks=0)) > 0
         return torch.where(visible, x, 0.0 if hidden is None else hidden.to(x.dtype))
+
+
+def _buckets(distance: Tensor, count: int, longest: int) -> Tensor:
+    """Number distances as T5 does: one by one, then in steps that grow up to the longest."""
+    half, single = count // 2, count // 4
+    size = distance.abs()
+    steps = torch.log(size.clamp(min=1).float() / single) / math.log(longest / single)
+    far = (single + steps * (half - single)).long().clamp(max=half - 1)
+    return (distance > 0) * half + torch.where(size < single, size, far)
 
 
 def _places(layout: PackedLayout, spare: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from effasr.nn.cache.contiguous import ContiguousCache
@@ -144,6 +145,58 @@ class RelativeSelfAttention(SelfAttention):
             )
         table = self.relative_k_proj(embeddings).view(-1, self.heads, self.head_dim)
         return RelativeBias(self.bias_u, self.bias_v, table)
+
+
+class GatedBiasSelfAttention(SelfAttention):
+    """Attention with a bias of each distance, times a gate of the query: WavLM.
+
+    https://arxiv.org/abs/2110.13900. The gate is a further channel of the queries, and the bias one
+    of a table of relative positions, so that all backends of those compute the scores.
+    """
+
+    spare = 8  # Channels; more than one, as kernels read vectors
+
+    def __init__(self, width: int, heads: int, head_dim: int, *, dropout: float = 0.0):
+        super().__init__(width, heads, head_dim, dropout=dropout)
+        self.gate = nn.Linear(head_dim, 8)
+        self.gate_scale = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gate_scale)
+
+    def table(self, bias: Tensor) -> Tensor:
+        """The table of `RelativeBias`, of (2 L - 1, H)."""
+        columns = (bias * self.head_dim**0.5)[..., None]
+        return F.pad(columns, (self.head_dim, self.spare - 1))
+
+    def _attend(
+        self,
+        x: Tensor,
+        layout: PackedLayout,
+        embeddings: Tensor | None,
+        context: Context | None,
+        seed: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        assert embeddings is not None
+        q, k, v = self._qkv(x)
+        parts = self.gate(x.view(-1, self.heads, self.head_dim)).unflatten(-1, (2, 4))
+        first, second = parts.sum(-1).sigmoid().unbind(-1)
+        gate = first * (second * self.gate_scale - 1.0) + 2.0
+        q = torch.cat([q, F.pad(gate[..., None], (0, self.spare - 1)).to(q.dtype)], -1)
+        none = q.new_zeros(self.heads, q.shape[-1])
+        y = attention(
+            q,
+            *(F.pad(part, (0, self.spare)) for part in (k, v)),
+            layout,
+            context=context,
+            scale=self.head_dim**-0.5,
+            position=RelativeBias(none, none, embeddings.to(q.dtype)),
+            dropout=self.dropout if self.training else 0.0,
+            seed=seed,
+            backend=self.backend if self.training else None,
+        )
+        return y[..., : self.head_dim].flatten(1), (k, v)
 
 
 class CrossAttention(nn.Module):

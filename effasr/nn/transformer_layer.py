@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from effasr.nn.attention import SelfAttention
+from effasr.nn.attention import GatedBiasSelfAttention, SelfAttention
 from effasr.nn.experts import ExpertsConfig, Groups, build_feed_forward, run_feed_forward
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.residual import Residual, normalized
@@ -40,18 +40,16 @@ class TransformerLayer(Layer):
         experts: ExpertsConfig | None = None,
         post_norm: bool = False,
         adapter: int | None = None,
+        gated_bias: bool = False,
     ):
         super().__init__()
         self.dropout, self.post_norm = residual_dropout, post_norm
         self.norm_self_att = nn.LayerNorm(width)
-        self.self_attn = SelfAttention(
-            width,
-            heads,
-            width // heads,
-            bias=bias,
-            key_bias=key_bias,
-            dropout=attention_dropout,
-        )
+        sizes, dropout = (width, heads, width // heads), attention_dropout
+        if gated_bias:
+            self.self_attn = GatedBiasSelfAttention(*sizes, dropout=dropout)
+        else:
+            self.self_attn = SelfAttention(*sizes, bias=bias, key_bias=key_bias, dropout=dropout)
         self.norm_feed_forward = nn.LayerNorm(width)
         self.feed_forward = build_feed_forward(
             width, feed_forward, experts, activation=activation, dropout=activation_dropout
@@ -69,15 +67,14 @@ class TransformerLayer(Layer):
         *,
         activation: Literal["relu", "gelu"],
         key_bias: bool = True,
-        post_norm: bool = False,
-        adapter: int | None = None,
+        **more: Any,
     ) -> TransformerLayer:
         """A layer with the remaining arguments from configuration fields of these names."""
         names = "heads", "feed_forward", "bias", *_DROPOUTS
         options = {name: getattr(config, name) for name in names}
         experts = getattr(config, "experts", None)
-        options |= {"post_norm": post_norm, "adapter": adapter}
-        return cls(width, activation=activation, key_bias=key_bias, experts=experts, **options)
+        options |= {"activation": activation, "key_bias": key_bias, "experts": experts, **more}
+        return cls(width, **options)
 
     @property
     def dropouts(self) -> tuple[float, ...]:
@@ -89,17 +86,18 @@ class TransformerLayer(Layer):
         x: Tensor,
         layout: PackedLayout,
         groups: Groups | None = None,
+        embeddings: Tensor | None = None,
         seeds: Sequence[Tensor] = (),
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Transform (T, width); a layer with a router also returns its losses."""
         residual = Residual.of(self, x, layout, self.dropout, seeds)
         attention, network = self.self_attn, self.feed_forward
         if self.post_norm:
-            y = attention(x, layout, residual=residual)
+            y = attention(x, layout, embeddings, residual=residual)
             y = x = residual.add_post_norm(x, y, attention.o_proj, self.norm_self_att, offset=0)
         else:
             y, x = residual.norm(x, self.norm_self_att)
-            y = attention(y, layout, residual=residual)
+            y = attention(y, layout, embeddings, residual=residual)
             y, x = residual.add_norm(x, y, attention.o_proj, self.norm_feed_forward, offset=0)
         y, losses = run_feed_forward(network, y, residual, offset=2, groups=groups)
         if self.post_norm:

@@ -134,7 +134,7 @@ def test_a_parakeet_in_tuned_and_out(effasr, tune, tmp_path, name):
     assert not torch.equal(*(model.encoder.subsampling.linear.weight for model in models))
 
 
-@pytest.mark.parametrize("kind", ["base", "mms", "hubert", "omniasr"])
+@pytest.mark.parametrize("kind", ["base", "mms", "hubert", "omniasr", "wavlm"])
 def test_a_wav2vec2_in_tuned_and_out(effasr, tune, tmp_path, kind):
     source, recipe = tmp_path / "source", "finetune_wav2vec2"
     name = type(make_wav2vec2(source, kind)).__name__

@@ -38,6 +38,8 @@ KINDS = {
     "mms": ("wav2vec2", {**LARGE, "adapter_attn_dim": 6}),
     "hubert": ("hubert", {"conv_bias": True}),
     "omniasr": ("omniasr_ctc", {}),
+    "wavlm": ("wavlm", {"num_buckets": 16, "max_bucket_distance": 20}),
+    "wavlm large": ("wavlm", LARGE),
 }
 UNKNOWN = {"__type": "AddedToken", "content": "[UNK]"}
 SAMPLES = 14_005, 2_719, 399, 8_000, 3_000, 400

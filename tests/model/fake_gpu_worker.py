@@ -146,8 +146,9 @@ def variants() -> Iterator[ModelConfig]:
         transducer=TransducerConfig(predictor="stateless", width=16, joint=12, dropout=0.1),
     )
     yield whisper
-    for norm, time_masks in (("layer", 2), ("group", 0)):
+    for family, norm, time_masks in (("wav2vec2", "layer", 2), ("wavlm", "group", 0)):
         encoder = Wav2Vec2EncoderConfig(
+            family=family,
             width=32,
             layers=1,
             heads=4,

@@ -74,6 +74,8 @@ CONFIGURATIONS: list[tuple[type, dict[str, Any], str]] = [
     (Wav2Vec2EncoderConfig, {"position_kernel": 15}, "`position_kernel` must be even, but is 15"),
     (Wav2Vec2EncoderConfig, {"position_groups": 7}, "heads = 12 and position_groups = 7, but is"),
     (Wav2Vec2EncoderConfig, {"adapter": 8}, "`adapter` must be null without `pre_norm`, but is 8"),
+    (Wav2Vec2EncoderConfig, {"distance_buckets": 6}, "`distance_buckets` must be a multiple of 4"),
+    (Wav2Vec2EncoderConfig, {"longest_distance": 80}, "greater than distance_buckets / 4 = 80"),
     (ModelConfig, {"encoder": Wav2Vec2EncoderConfig()}, "must be waveform for an encoder of kind"),
     (
         ModelConfig,

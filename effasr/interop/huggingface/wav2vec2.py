@@ -85,6 +85,12 @@ _OMNI_DEFAULTS = {
     "conv_bias": True,
     "attention_dropout": 0.0,
 }
+_WAVLM = Section(
+    {
+        "distance_buckets": ("num_buckets", 320, integer),
+        "longest_distance": ("max_bucket_distance", 800, integer),
+    }
+)
 _HUBERT = Section(constants={"conv_pos_batch_norm": False, "feat_proj_layer_norm": True})
 _FEATURES = Section(
     {"sample_rate": ("sampling_rate", 16_000), "normalize": ("do_normalize", True, switch)},
@@ -114,6 +120,8 @@ _LAYER_NAMES = (
     (".norm.", ".layer_norm."),
     (".self_attn.qkv_proj.", _QKV),
     (".self_attn.o_proj.", ".attention.out_proj."),
+    (".self_attn.gate_scale", ".attention.gru_rel_pos_const"),
+    (".self_attn.gate.", ".attention.gru_rel_pos_linear."),
     (".feed_forward.linear1.", ".feed_forward.intermediate_dense."),
     (".feed_forward.linear2.", ".feed_forward.output_dense."),
     (".adapter.linear", ".adapter_layer.linear_"),
@@ -142,6 +150,7 @@ def _names(family: str) -> Renames:
             ("encoder.norm.", f"{family}.encoder.layer_norm."),
             ("encoder.layers.", f"{family}.encoder.layers."),
             *_LAYER_NAMES,
+            ("encoder.distances.", f"{family}.encoder.layers.0.attention.rel_attn_embed."),
         ),
         "ctc_head.": (("ctc_head.", _HEAD),),
     }
@@ -158,6 +167,7 @@ def _read(family: str, content: Content) -> tuple[ModelConfig, int]:
     else:
         fields, _ = _ENCODER.read("config", mapping, unused)
         _HUBERT.read("config", mapping)
+        fields |= _WAVLM.read("config", mapping)[0]
         if mapping.get("apply_spec_augment", True) and mapping.get("mask_time_prob", 0.05):
             unused.append("apply_spec_augment (`model.spec_augment` is ours)")
         if not fields["pre_norm"]:
@@ -260,7 +270,7 @@ def _write(family: str, model: ASRModel, tokens: SpecialTokens) -> Content:
         fields |= {"blank_token_id": blank, "pad_token_id": tokens.pad_id if first else blank}
     else:
         fields |= _ENCODER.write(encoder, **channels) | {"pad_token_id": blank}
-        fields |= _HUBERT.write() if family == "hubert" else {}
+        fields |= {"hubert": _HUBERT, "wavlm": _WAVLM}.get(family, Section()).write(encoder)
     preprocessor = {
         "feature_extractor_type": f"{'OmniASR' if is_omni else 'Wav2Vec2'}FeatureExtractor",
         **_FEATURES.write(features),
@@ -284,5 +294,6 @@ CLASSES = {
         "wav2vec2": "Wav2Vec2ForCTC",
         "hubert": "HubertForCTC",
         _OMNI: "OmniASRForCTC",
+        "wavlm": "WavLMForCTC",
     }.items()
 }
