@@ -37,8 +37,8 @@ def add_import(command: AddCommand) -> None:
         "Canary; NeMo need not be installed. What is trained otherwise here is named.",
         "",
         "Of Hugging Face: CanaryForConditionalGeneration, CohereAsrForConditionalGeneration,",
-        "HubertForCTC, NemotronAsrStreamingForRNNT, OmniASRForCTC, ParakeetForCTC,",
-        "ParakeetForRNNT, ParakeetForTDT, Wav2Vec2ForCTC, WavLMForCTC,",
+        "HubertForCTC, Nemotron3_5AsrForRNNT, NemotronAsrStreamingForRNNT, OmniASRForCTC,",
+        "ParakeetForCTC, ParakeetForRNNT, ParakeetForTDT, Wav2Vec2ForCTC, WavLMForCTC,",
         "WhisperForConditionalGeneration.",
         example="effasr import canary-1b-flash.nemo models/canary",
     )
@@ -266,7 +266,7 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
 
     readme = options.out / "README.md"
     # Other models have none, and readers prefer shards to a whole file.
-    dropped = ("generation_config.json", "model.safetensors.index.json")
+    dropped = "generation_config.json", "processor_config.json", "model.safetensors.index.json"
     with export_folder(options.out, dropped) as out:
         loader = _write_hugging_face(loaded, out)
         settings: dict[str, Any] = {

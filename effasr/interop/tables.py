@@ -289,10 +289,11 @@ def refuse(framework: str, reasons: Mapping[str, bool]) -> None:
 def refuse_experts(config: ModelConfig, framework: str) -> None:
     """Check that no part of a model has experts, which no other framework's model has."""
     parts = ("encoder", "decoder", "text_encoder")
-    refuse(
-        framework,
-        {f"{x}.experts": getattr(getattr(config, x), "experts", None) is not None for x in parts},
-    )
+    reasons = {
+        f"{x}.experts": getattr(getattr(config, x), "experts", None) is not None for x in parts
+    }
+    prompt = config.language_prompt is not None and framework != "transformers"
+    refuse(framework, {**reasons, "language_prompt": prompt})
 
 
 def warn_about_parts(config: ModelConfig, exported: Collection[str], target: str) -> None:

@@ -23,6 +23,7 @@ from effasr.model.best_rq import BestRQ, RandomQuantizer
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import Decoder
 from effasr.model.encoder import FastConformerEncoder
+from effasr.model.language_prompt import LanguagePrompt
 from effasr.model.losses import Losses, gather_losses
 from effasr.model.text_encoder import TextEncoder
 from effasr.model.transducer import Transducer
@@ -107,6 +108,9 @@ class ASRModel(nn.Module):
         else:
             self.encoder = FastConformerEncoder(config.encoder, config.features.mel_bins, **stream)
         width = config.encoder.width
+        self.language_prompt = None
+        if config.language_prompt is not None:
+            self.language_prompt = LanguagePrompt(config.language_prompt, width)
         self.ctc_head = nn.Linear(width, vocab_size + 1) if config.ctc else None
         self.ctc_backend: str | None = None
         self.transducer = None
@@ -351,7 +355,8 @@ class ASRModel(nn.Module):
             else:
                 encoded = self.encoder(mel)
                 encoded = encoded.with_values(beside(encoded))
-        return EncoderOutput(encoded.values, encoded.layout, batch.expert)
+            encoded = EncoderOutput(encoded.values, encoded.layout, batch.expert)
+            return encoded if self.language_prompt is None else self.language_prompt(encoded)
 
     def _encode_text(self, source: PackedSequence, expert: Tensor | None) -> EncoderOutput:
         text = self.text_encoder

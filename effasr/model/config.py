@@ -11,6 +11,7 @@ from effasr.model.best_rq import BestRQConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.model.language_model.config import LanguageModelConfig
+from effasr.model.language_prompt import LanguagePromptConfig
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
@@ -36,6 +37,7 @@ class ModelConfig:
             are float32 where matrix products are not (``training.precision``), as under PyTorch's
             autocast; else they are rounded to the narrow dtype after each addition, which moves 18
             bytes and not 28 for each element of the stream.
+        language_prompt: Tells the outputs which language is spoken; null for none.
         best_rq: Pretraining of the encoder on audio alone, in place of all outputs; null for none.
     """
 
@@ -49,6 +51,7 @@ class ModelConfig:
     transducer: TransducerConfig | None = None
     text_encoder: TextEncoderConfig | None = None
     language_model: LanguageModelConfig | None = None
+    language_prompt: LanguagePromptConfig | None = None
     residual_in_fp32: bool = True
     best_rq: BestRQConfig | None = None
 
@@ -95,6 +98,11 @@ class ModelConfig:
                 "needs an output: set `ctc` or give a `decoder` or a `transducer`."
             )
         experts = named_experts_of(self.encoder)
+        if self.language_prompt is not None:
+            stacks = self.best_rq, self.language_model, self.text_encoder, experts
+            alone = not any(stacks) and named_experts_of(self.decoder) is None
+            rule = "be null with best_rq, language_model, text_encoder or experts that names choose"
+            check(alone, "language_prompt", rule, "given")
         if experts is not None and (self.best_rq or self.language_model):
             raise ValueError(
                 "`encoder.experts.route` must be learned with `best_rq` or `language_model`, whose "
@@ -134,8 +142,10 @@ class ModelConfig:
                 remedy = "one name chooses the experts of an utterance"
                 check(value == needed, f"decoder.experts.{part}", rule, value, remedy)
 
-    def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
-        """The experts that names choose for speech, or text pairs, by `Batch.expert`."""
+    def named_experts(self, *, text: bool = False) -> ExpertsConfig | LanguagePromptConfig | None:
+        """The experts or prompts that names choose for speech, or text pairs, by `Batch.expert`."""
+        if self.language_prompt is not None:
+            return None if text else self.language_prompt
         experts = named_experts_of(self.text_encoder if text else self.encoder)
         return named_experts_of(self.decoder) if experts is None else experts
 

@@ -33,6 +33,8 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
     width = config.encoder.width
     frame, frame_pair = _encoder(config)
     frame += best_rq_cost(config)
+    if (prompt := config.language_prompt) is not None:
+        frame += 2 * prompt.width * (2 * width + prompt.count)
     token = token_pair = token_frame = 0
     if config.ctc:
         frame += 2 * width * (vocab_size + 1)
@@ -206,18 +208,21 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
             taps = encoder.position_kernel * width // encoder.position_groups
             layers += 2 * width * (encoder.channels + taps)
             if encoder.family == "wavlm":
-                # Eight sums make a gate, and wider heads have a third product.
-                wide = width + GatedBiasSelfAttention.spare * encoder.heads
-                layers += encoder.layers * 2 * 8 * width
-                return subsampling_cost(config) + layers, encoder.layers * 3 * 2 * wide
-        return subsampling_cost(config) + layers, encoder.layers * 2 * 2 * width
+                layers += encoder.layers * 2 * 8 * width  # Eight sums make a gate
+        return subsampling_cost(config) + layers, encoder.layers * pair_cost(encoder)
     feed_forward = 2 * _network(width, encoder.feed_forward, encoder.experts)
     attention = 2 * 4 * width**2
     convolution = 2 * 3 * width**2 + 2 * encoder.conv_kernel * width
     layers = encoder.layers * (feed_forward + attention + convolution)
+    return subsampling_cost(config) + layers, encoder.layers * pair_cost(encoder)
+
+
+def pair_cost(encoder: FastConformerConfig | WhisperEncoderConfig | Wav2Vec2EncoderConfig) -> int:
+    """FLOPs of attention of a layer per pair of frames."""
+    width, is_gated = encoder.width, getattr(encoder, "family", None) == "wavlm"
     # Content and values; relative positions are a third product.
-    products = 3 if encoder.position == "relative" else 2
-    return subsampling_cost(config) + layers, encoder.layers * products * 2 * width
+    products = 3 if is_gated or getattr(encoder, "position", None) == "relative" else 2
+    return products * 2 * (width + is_gated * GatedBiasSelfAttention.spare * encoder.heads)
 
 
 def _network(width: int, hidden: int, experts: ExpertsConfig | None) -> int:

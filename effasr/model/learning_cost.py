@@ -14,6 +14,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.cost import (
     cost_model,
     language_model_sizes,
+    pair_cost,
     predictor_cost,
     subsampling_cost,
     text_cost_model,
@@ -41,6 +42,8 @@ def learning_cost(model: ASRModel) -> CostModel:
         return forward
     count = _Count()
     reached = count.encoder(model)
+    if model.language_prompt is not None:
+        reached = count.layer(model.language_prompt, reached, "frame")
     if model.ctc_head is not None:
         count.product("frame", model.ctc_head, reached)
     if model.transducer is not None:
@@ -152,9 +155,8 @@ class _Count:
     def layers(self, model: ASRModel, reached: bool, first: int = 0) -> bool:
         """Count the layers of the speech encoder from ``first`` on."""
         encoder, config = model.encoder, model.encoder.config
-        products = 3 if getattr(config, "position", None) == "relative" else 2
         for layer in encoder.layers[first:]:
-            reached = self.layer(layer, reached, "frame", frame_pair=products * 2 * config.width)
+            reached = self.layer(layer, reached, "frame", frame_pair=pair_cost(config))
             if isinstance(layer, ConformerLayer):
                 learns = layer.conv.depthwise.weight.requires_grad
                 taps = 2 * layer.conv.depthwise.weight.shape[1] * config.width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from effasr.data.features.log_mel import MelFrames
 from effasr.data.features.samples import SPARE_SLOTS, SampleFrames
 from effasr.data.features.segments import segment_sum
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
+from effasr.nn.attention import GatedBiasSelfAttention
 from effasr.nn.parameters import touch_unused_parameters
 from effasr.nn.residual import normalized, residual_stream
 from effasr.nn.stack import run_layers
@@ -276,7 +277,8 @@ class Wav2Vec2Encoder(nn.Module):
         distance = torch.arange(1 - reach, reach, device=layout.device)
         config = self.config
         buckets = _buckets(-distance, config.distance_buckets, config.longest_distance)
-        return self.layers[0].self_attn.table(self.distances(buckets))
+        attention = cast(GatedBiasSelfAttention, cast(TransformerLayer, self.layers[0]).self_attn)
+        return attention.table(self.distances(buckets))
 
     def _masked(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Put the mask embedding in place of some frames, and zeros in place of some channels."""

@@ -185,9 +185,11 @@ class GatedBiasSelfAttention(SelfAttention):
         gate = first * (second * self.gate_scale - 1.0) + 2.0
         q = torch.cat([q, F.pad(gate[..., None], (0, self.spare - 1)).to(q.dtype)], -1)
         none = q.new_zeros(self.heads, q.shape[-1])
+        wide = [F.pad(part, (0, self.spare)) for part in (k, v)]
         y = attention(
             q,
-            *(F.pad(part, (0, self.spare)) for part in (k, v)),
+            wide[0],
+            wide[1],
             layout,
             context=context,
             scale=self.head_dim**-0.5,

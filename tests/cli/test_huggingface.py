@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from effasr.checkpoint import load_model, resolve
+from effasr.model.language_prompt import LanguagePromptConfig
 from tests.interop.test_wav2vec2 import make_wav2vec2
 
 transformers = pytest.importorskip("transformers")
@@ -74,6 +75,28 @@ def make_parakeet(folder, name, **options):
     return folder
 
 
+def make_nemotron(folder):
+    """One that is told the language; English, German, and what it hears itself."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(["<unk>"])
+    blank = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<blank>"])
+    encoder = {**ENCODER, "model_type": "nemotron_asr_streaming_encoder", "sliding_window": 6}
+    config = transformers.Nemotron3_5AsrConfig(
+        encoder_config={**encoder, "default_num_lookahead_tokens": 1}, vocab_size=blank + 1,
+        blank_token_id=blank, decoder_hidden_size=8, num_prompts=4, prompt_intermediate_size=8,
+        default_prompt_id=2,
+    )  # fmt: skip
+    transformers.Nemotron3_5AsrForRNNT(config).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    extractor = transformers.NemotronAsrStreamingFeatureExtractor(feature_size=16)
+    languages = {"prompt_dictionary": {"en-US": 0, "de-DE": 1, "auto": 2}}
+    settings = {"feature_extractor": extractor.to_dict(), **languages}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def tuned_and_out(effasr, tune, source, folder, recipe, language, name, *overrides):
     """Import, tune, export, and import again; the exported model and the first."""
     done = effasr("import", source, folder / "model")
@@ -132,6 +155,21 @@ def test_a_parakeet_in_tuned_and_out(effasr, tune, tmp_path, name):
     source = make_parakeet(tmp_path / "source", name)
     models = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "en", f"ParakeetFor{name}")
     assert not torch.equal(*(model.encoder.subsampling.linear.weight for model in models))
+
+
+def test_a_nemotron_with_prompts_in_tuned_and_out(effasr, tune, workplace, tmp_path):
+    source, name = make_nemotron(tmp_path / "source"), "Nemotron3_5AsrForRNNT"
+    models = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "de", name)
+    assert not torch.equal(*(model.prompt_projector.linear_1.weight for model in models))
+    languages = {"en-US": 0, "de-DE": 1, "auto": 2}
+    prompt = load_model(tmp_path / "back").model.config.language_prompt
+    assert prompt == LanguagePromptConfig(languages=languages, count=4, width=8)
+    arguments = "--run", tmp_path / "model", "--language", "fr", workplace.wav
+    failed = effasr("transcribe", *arguments)
+    assert "must be one of en-US, de-DE, auto, but is 'fr'" in failed.err
+    (source / "processor_config.json").unlink()
+    failed = effasr("import", source, tmp_path / "other")
+    assert "copy processor_config.json of the model, too" in failed.error
 
 
 @pytest.mark.parametrize("kind", ["base", "mms", "hubert", "omniasr", "wavlm"])

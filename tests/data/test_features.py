@@ -92,6 +92,7 @@ def test_wrong_frames_are_refused() -> None:
         ("hop", 0, "at least 1"),
         ("hop", 20, "raise `hop`"),
         ("preemphasis", 1.5, r"in \[0, 1\]"),
+        ("epsilon", 0.0, "positive"),
     ],
 )
 def test_a_wrong_configuration_names_the_remedy(field: str, value: float, message: str) -> None:

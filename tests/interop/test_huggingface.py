@@ -52,7 +52,10 @@ STREAMING = {
     "default_num_lookahead_tokens": 1,
 }  # fmt: skip
 WITH_DECODER = ["canary", "canary of 40 ms", "cohere_asr"]
-KINDS = [*WITH_DECODER, "parakeet_rnnt", "parakeet_tdt", "nemotron_asr_streaming"]
+NEMOTRONS = ["nemotron_asr_streaming", "nemotron3_5_asr"]
+KINDS = [*WITH_DECODER, "parakeet_rnnt", "parakeet_tdt", *NEMOTRONS]
+PROMPTS = {"num_prompts": 6, "prompt_intermediate_size": 20, "default_prompt_id": 5}
+LANGUAGES = {"en-US": 0, "en": 0, "de-DE": 3, "auto": 5}
 CANARIES = pytest.mark.parametrize("kind", WITH_DECODER, indirect=True, scope="module")
 TRANSDUCERS = pytest.mark.parametrize("kind", KINDS[3:], indirect=True, scope="module")
 OF_CANARY = pytest.mark.parametrize("kind", WITH_DECODER[:2], indirect=True, scope="module")
@@ -70,7 +73,13 @@ def subsampling(kind):
 
 @pytest.fixture
 def is_causal(request):
-    return request.node.callspec.params.get("kind") == "nemotron_asr_streaming"
+    return request.node.callspec.params.get("kind") in NEMOTRONS
+
+
+@pytest.fixture
+def examples(examples):
+    """With the numbers of their languages."""
+    return [dataclasses.replace(example, expert=n % 6) for n, example in enumerate(examples)]
 
 
 def class_of(kind):
@@ -127,6 +136,9 @@ def random_transducer(kind, **options):
     elif kind == "nemotron_asr_streaming":
         settings = {**TRANSDUCER, "encoder_config": STREAMING}
         config = transformers.NemotronAsrStreamingConfig(**settings, **options)
+    elif kind == "nemotron3_5_asr":
+        settings = {**TRANSDUCER, "encoder_config": STREAMING, **PROMPTS}
+        config = transformers.Nemotron3_5AsrConfig(**settings, **options)
     else:
         config = transformers.ParakeetTDTConfig(**TRANSDUCER, **{"durations": DURATIONS, **options})
     model = getattr(transformers, class_of(kind).name)(config)
@@ -140,7 +152,7 @@ def random_transducer(kind, **options):
     model.eval()
     labels = torch.randint(VOCABULARY, (1, 8))
     features = torch.randn(1, 90, BINS)
-    if kind == "nemotron_asr_streaming":
+    if kind in NEMOTRONS:
         # They are not normalized.
         features = 3.0 * features - 8.0
     logits = model(features, decoder_input_ids=labels).logits
@@ -160,6 +172,9 @@ def saved(model, directory, **options):
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory, **options)
     extractor_of(model).save_pretrained(directory)
+    if model.config.model_type == "nemotron3_5_asr":
+        settings = json.dumps({"prompt_dictionary": LANGUAGES})
+        (directory / "processor_config.json").write_text(settings)
     return directory
 
 
@@ -168,7 +183,7 @@ def extractor_of(model):
         case "cohere_asr":
             # Its noise is none of the model's.
             return transformers.CohereAsrFeatureExtractor(feature_size=BINS, dither=0.0)
-        case "nemotron_asr_streaming":
+        case "nemotron_asr_streaming" | "nemotron3_5_asr":
             return transformers.NemotronAsrStreamingFeatureExtractor(feature_size=BINS)
     return transformers.ParakeetFeatureExtractor(feature_size=BINS)
 
@@ -177,7 +192,10 @@ def features_of(model, *examples):
     extractor, names = extractor_of(model), ("input_features", "attention_mask")
     audio = [example.audio for example in examples]
     features = extractor(audio, sampling_rate=16_000, return_tensors="pt")
-    return {name: features[name] for name in names}
+    inputs = {name: features[name] for name in names}
+    if model.config.model_type == "nemotron3_5_asr":
+        inputs["prompt_ids"] = torch.tensor([example.expert for example in examples])
+    return inputs
 
 
 def assert_same(actual, expected, what, least=1e-2):
@@ -555,7 +573,7 @@ def test_tokens_that_are_never_decoded_are_exported(ours, tmp_path):
 
 def test_special_tokens_outside_of_the_vocabulary_are_refused(kind, ours, tmp_path):
     wrong = SpecialTokens(eos_id=99, pad_id=VOCABULARY)
-    if kind in ("parakeet_rnnt", "nemotron_asr_streaming"):
+    if kind in ("parakeet_rnnt", *NEMOTRONS):
         # Its labels are filled with the blank.
         export_model(ours, tmp_path, wrong)
         return

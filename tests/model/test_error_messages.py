@@ -17,6 +17,7 @@ from effasr.model.config import ModelConfig
 from effasr.model.cost import cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
+from effasr.model.language_prompt import LanguagePromptConfig
 from effasr.model.streaming_encoder import StreamingEncoder, check_streamable
 from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
@@ -26,6 +27,7 @@ from effasr_kernels import Context
 from tests.model.test_text_encoder import PAIRS, batch_of
 
 TEXT = TextEncoderConfig(layers=2, heads=4, feed_forward=48)
+LANGUAGES = LanguagePromptConfig(languages={"en": 0})
 SAMPLES = FeatureConfig(kind="waveform", hop=320)
 NAMED = ExpertsConfig(count=2, route="task", names=("transcribe", "translate"))
 CONTEXT = Context(4, 0, 3)
@@ -76,6 +78,16 @@ CONFIGURATIONS: list[tuple[type, dict[str, Any], str]] = [
     (Wav2Vec2EncoderConfig, {"adapter": 8}, "`adapter` must be null without `pre_norm`, but is 8"),
     (Wav2Vec2EncoderConfig, {"distance_buckets": 6}, "`distance_buckets` must be a multiple of 4"),
     (Wav2Vec2EncoderConfig, {"longest_distance": 80}, "greater than distance_buckets / 4 = 80"),
+    (
+        LanguagePromptConfig,
+        {"languages": {"en": 9}, "count": 9},
+        "`languages` .* 0 to count - 1 = 8",
+    ),
+    (
+        ModelConfig,
+        {"language_prompt": LANGUAGES, "text_encoder": TextEncoderConfig()},
+        "`language_prompt` must be null with",
+    ),
     (ModelConfig, {"encoder": Wav2Vec2EncoderConfig()}, "must be waveform for an encoder of kind"),
     (
         ModelConfig,

@@ -28,6 +28,7 @@ from effasr.interop.tables import (
     export_weights,
     import_weights,
     norm_as_layer,
+    refuse,
     refuse_experts,
     warn_about_options,
     warn_about_parts,
@@ -99,6 +100,8 @@ def export_model(
     model = norm_as_layer(model)
     config = model.config
     class_ = CLASSES[_model_type(config)]
+    lost = config.language_prompt is not None and "language_prompt." not in class_.weights
+    refuse("transformers", {"language_prompt but with a Nemotron's encoder and transducer": lost})
     content = class_.write(model, SpecialTokens() if tokens is None else tokens)
     warn_about_parts(config, (class_.part,), f"transformers' {class_.short_name}")
     warn_about_options(_lost_options(config, class_.part))
@@ -111,8 +114,9 @@ def export_model(
     fields = {"architectures": [class_.name], "dtype": "float32", **content.config}
     write_json(directory / "config.json", fields)
     write_json(directory / "preprocessor_config.json", content.preprocessor)
-    if content.generation:
-        write_json(directory / "generation_config.json", content.generation)
+    for name, mapping in (("generation", content.generation), ("processor", content.processor)):
+        if mapping:
+            write_json(directory / f"{name}_config.json", mapping)
     return class_.name
 
 
@@ -124,7 +128,8 @@ def _model_type(config: ModelConfig) -> str:
     if config.decoder is not None:
         return "canary" if config.decoder.width == config.encoder.width else "cohere_asr"
     if parakeet.is_streaming_transducer(config):
-        return "nemotron_asr_streaming"
+        has_prompt = config.language_prompt is not None
+        return "nemotron3_5_asr" if has_prompt else "nemotron_asr_streaming"
     if config.transducer is not None:
         return "parakeet_rnnt" if config.transducer.durations is None else "parakeet_tdt"
     return "parakeet_ctc"

@@ -68,6 +68,7 @@ class Content:
     preprocessor: Mapping[str, Any]
     generation: Mapping[str, Any] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +99,16 @@ def read_config(directory: Path, *model_types: str) -> dict[str, Any]:
 
 
 def read_preprocessor(directory: Path) -> dict[str, Any]:
-    """The settings of the feature extractor; empty if there is no such file."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
+    """The settings of the processor and of its feature extractor; empty if there is no file."""
+    settings: dict[str, Any] = {}
+    for name in ("processor_config.json", "preprocessor_config.json"):
         if (directory / name).is_file():
             mapping = read_json_object(directory / name)
-            extractor = mapping.get("feature_extractor", mapping)
+            extractor = mapping.get("feature_extractor", {})
             if not isinstance(extractor, dict):
                 raise ValueError(f"`feature_extractor` in {directory / name} must be a mapping.")
-            return extractor
-    return {}
+            settings |= mapping | extractor
+    return settings
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def read_prompt_settings(directory: Path) -> dict[str, Any]:
     return names | {name: value for name, value in settings.items() if value is not None}
 
 
-OF_CHARACTERS = "wav2vec2", "hubert"
+OF_CHARACTERS = "wav2vec2", "hubert", "wavlm"
 """Classes whose tokenizer is a vocabulary of characters."""
 
 _BASES = {51_864: "openai/whisper-tiny.en", 51_866: "openai/whisper-large-v3"}

@@ -11,6 +11,7 @@ import torch
 
 from effasr.checks import check
 from effasr.data.features.config import FeatureConfig
+from effasr.data.languages import AUTO
 from effasr.interop.huggingface.files import Content, ModelClass, SpecialTokens
 from effasr.interop.nemo.config import read_contexts, write_contexts
 from effasr.interop.nemo.tables import renames as nemo_renames
@@ -19,6 +20,7 @@ from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
+from effasr.model.language_prompt import LanguagePromptConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.nn.positions import decoder_sinusoids
 
@@ -69,6 +71,12 @@ _TRANSDUCER = Section(
         "width": ("decoder_hidden_size", 640),
         "layers": ("num_decoder_layers", 2),
         "activation": ("hidden_act", "relu", one_of("relu", "tanh")),
+    }
+)
+_PROMPT = Section(
+    {
+        "count": ("num_prompts", 128, integer),
+        "width": ("prompt_intermediate_size", 2048, integer),
     }
 )
 _FEATURES = Section(
@@ -154,6 +162,10 @@ PARAKEET_TRANSDUCER: Renames = {
     ),
 }
 NEMOTRON_STREAMING: Renames = {**PARAKEET_TRANSDUCER, "encoder.": _STREAMING_NAMES}
+NEMOTRON_PROMPTED: Renames = {
+    **NEMOTRON_STREAMING,
+    "language_prompt.": (("language_prompt.linear", "prompt_projector.linear_"),),
+}
 
 
 def _read_canary(content: Content) -> tuple[ModelConfig, int]:
@@ -225,9 +237,21 @@ def _read_transducer(content: Content) -> tuple[ModelConfig, int]:
     durations = tuple(mapping.get("durations", range(5))) if is_tdt else None
     transducer = TransducerConfig(**fields, joint=fields["width"], durations=durations)
     encoder = mapping.get("encoder_config") or {}
-    if mapping["model_type"] == "nemotron_asr_streaming":
+    is_prompted = mapping["model_type"] == "nemotron3_5_asr"
+    if is_prompted or mapping["model_type"] == "nemotron_asr_streaming":
         encoder = {"model_type": _STREAMING, **encoder}
-    return _read_model(content, encoder, transducer=transducer), classes - 1
+    prompt = _read_prompt(content) if is_prompted else None
+    outputs = {"transducer": transducer, "language_prompt": prompt}
+    return _read_model(content, encoder, **outputs), classes - 1
+
+
+def _read_prompt(content: Content) -> LanguagePromptConfig:
+    languages: Any = content.preprocessor.get("prompt_dictionary")
+    rule, remedy = "map languages to numbers", "copy processor_config.json of the model, too"
+    has_numbers = isinstance(languages, dict) and all(type(x) is int for x in languages.values())
+    check(has_numbers, "processor_config.prompt_dictionary", rule, languages, remedy)
+    fields, _ = _PROMPT.read("config", content.config)
+    return LanguagePromptConfig(languages=languages, **fields)
 
 
 def _read_model(content: Content, encoder: Mapping[str, Any] | None, **output: Any) -> ModelConfig:
@@ -353,6 +377,7 @@ def _write_transducer(model: ASRModel, tokens: SpecialTokens) -> Content:
     rule = f"be in the vocabulary of {blank}"
     check(durations is None or 0 <= pad_id < blank, "pad_id", rule, pad_id, "pass the tokenizer's")
     is_streaming = is_streaming_transducer(model.config)
+    prompt = model.config.language_prompt
     if is_streaming:
         model_type, encoder = "nemotron_asr_streaming", _write_streaming_encoder(model.config)
     else:
@@ -368,6 +393,13 @@ def _write_transducer(model: ASRModel, tokens: SpecialTokens) -> Content:
         "is_encoder_decoder": True,
         "pad_token_id": pad_id,
     }
+    processor: dict[str, Any] = {}
+    if prompt is not None:
+        languages = prompt.languages
+        first = languages.get(AUTO, min(languages.values()))
+        fields |= _PROMPT.write(prompt, model_type="nemotron3_5_asr", default_prompt_id=first)
+        processor = {"prompt_dictionary": languages, "num_prompts": prompt.count}
+        processor["processor_class"] = "Nemotron3_5AsrProcessor"
     generation: dict[str, Any] = {"pad_token_id": pad_id, "decoder_start_token_id": blank}
     if durations is not None:
         fields["durations"] = list(durations)
@@ -380,7 +412,8 @@ def _write_transducer(model: ASRModel, tokens: SpecialTokens) -> Content:
                 list(durations),
             )
     kind = "NemotronAsrStreaming" if is_streaming else "Parakeet"
-    return Content(fields, _write_features(model.config.features, kind), generation)
+    features = _write_features(model.config.features, kind)
+    return Content(fields, features, generation, processor=processor)
 
 
 def is_streaming_transducer(config: ModelConfig) -> bool:
@@ -468,6 +501,13 @@ CLASSES = {
         "NemotronAsrStreamingForRNNT",
         "transducer",
         NEMOTRON_STREAMING,
+        _read_transducer,
+        _write_transducer,
+    ),
+    "nemotron3_5_asr": ModelClass(
+        "Nemotron3_5AsrForRNNT",
+        "transducer",
+        NEMOTRON_PROMPTED,
         _read_transducer,
         _write_transducer,
     ),
