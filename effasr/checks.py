@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from effasr.untrusted.remote import canonical, is_url, without_credentials
@@ -39,7 +40,8 @@ def check_urls(name: str, value: object, *, allowed: bool) -> None:
             canonical(item)
         elif is_url(item):
             rule, remedy = "be a path on this machine", "copy it with `aws s3 cp` or `rclone copy`"
-            check(False, name, rule, f"the URL {without_credentials(str(item))[:80]}", remedy)
+            url = re.sub(":/+", "://", without_credentials(str(item)), count=1)  # of a `Path`
+            check(False, name, rule, f"the URL {url[:80]}", remedy)
 
 
 def check_limits(config: Any, *path: str) -> None:

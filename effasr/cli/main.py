@@ -142,7 +142,10 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
-_REMOTE = {"run": True, "runs": True, "model": True, "manifest": False, "manifests": False}
+_REMOTE = {
+    **dict.fromkeys(("run", "run_option", "runs", "model", "extend"), True),
+    **dict.fromkeys(("manifest", "manifest_option", "manifests"), False),
+}
 """Arguments that may be URLs, and whether all files of a folder are read."""
 
 

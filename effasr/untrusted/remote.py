@@ -132,21 +132,25 @@ def localized(path: str | Path, *, whole: bool = False) -> Path:
 @cache  # a process sees one version
 def _localized(url: str, whole: bool) -> Path:
     parent, _, name = url.rpartition("/")
+    is_pattern = any(mark in name for mark in ("*", "{", "_OP_"))
     try:
-        if "{" in name or "_OP_" in name:  # a pattern, for which its folder is searched
+        if is_pattern:
             _list(parent, whole)
-            return local_path(url)
-        info = _call(url, lambda fs, path: fs.info(path))
-        if info["type"] == "directory":
-            _list(url, whole)
-            return local_path(url)
-        _place(url, info)
+        else:
+            info = _call(url, lambda fs, path: fs.info(path))
+            if info["type"] == "directory":
+                _list(url, whole)
+                return local_path(url)
+            if str(info.get("mimetype")).startswith("text/html"):
+                raise ValueError(f"{url}: is a page of a web server: name a file or a pattern.")
+            _place(url, info)
         if not whole and parent.count("/") > 2:
             # Archives beside a manifest of a tarred set.
             folder = parent.rpartition("/")[0] if "/sharded" in parent else parent
             with suppress(OSError):
                 _list(folder, whole, only=_ARCHIVES, depth=1)
-        ensure(local_path(url))
+        if not is_pattern:
+            ensure(local_path(url))
         return local_path(url)
     except FileNotFoundError:
         raise ValueError(f"{url}: there is no such file or folder.") from None
@@ -267,6 +271,8 @@ def read_range(path: str | Path, start: int, end: int) -> bytes:
 def _fetch(start: int, end: int) -> Callable[[Any, str], bytes]:
     def fetch(fs: Any, remote: str) -> bytes:
         data = fs.cat_file(remote, start=start, end=end)
+        if len(data) > end - start:  # a web server without ranges sends all
+            data = data[start:end]
         if len(data) != end - start:
             raise OSError(errno.EIO, f"{len(data)} bytes of {end - start} came")
         return data
@@ -377,7 +383,8 @@ def filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{url}: needs another package ({reason}): `pip install 'effasr[remote]'` has s3fs."
+            f"{url}: needs another package ({reason}): `pip install 'effasr[remote]'` has those of "
+            "s3:// and gs://."
         ) from error
     except ValueError as error:
         raise ValueError(f"{url}: {error}: the protocols are those of fsspec.") from error

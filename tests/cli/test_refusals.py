@@ -9,7 +9,7 @@ ARGUMENTS = [
     ("trian", "effasr: 'trian' is no command: did you mean train? (see effasr --help)"),
     ("plan --strateg all", "unrecognized arguments: --strateg: did you mean --strategy? (see "),
     ("evaluate a --beam 2 b c", "effasr evaluate: unrecognized arguments: c (see "),
-    ("export x s3://b/out", "`out` must be a path on this machine, but is the URL s3:/b/out: c"),
+    ("export x s3://b/out", "`out` must be a path on this machine, but is the URL s3://b/out: "),
     ("train s3://b/a.yaml", "`recipe` must be a path on this machine, but is the URL s3://b/a.ya"),
     (
         "train small output=https://me:secret@b/x?sig=1",

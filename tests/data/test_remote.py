@@ -1,11 +1,15 @@
 """Corpora in object stores, against a real S3 server with faults."""
 
 import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 import torch
 
+from effasr.data.manifest.prepare import prepare
 from effasr.untrusted import remote
 from tests.support.corpora import load_corpus, make_loader, take_steps
 from tests.support.object_store import forget, object_store
@@ -48,6 +52,49 @@ def test_a_remote_corpus_is_the_local_one_sample_by_sample(
     assert np.array_equal(again.example(3).audio, local.example(3).audio)
     requests = store.proxy.requests
     assert not [path for method, path in requests if method == "GET" and "?" not in path]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("nemo sharded", "sharded_manifests/manifest__OP_0..1_CL_.json"),
+        ("nemo sharded", "sharded_manifests/manifest_1.json"),
+        ("webdataset", "shard-{000000..000001}.tar"),
+        ("webdataset", "shard-*.tar"),
+        ("parquet", ""),
+        ("saved to disk", ""),
+    ],
+)
+def test_remote_sources_become_shards(source, name, store, nemo, tokenizer, tmp_path):
+    path = make_source(source, nemo(7), tmp_path / "local")
+    path = (path if path.is_dir() else path.parents[1]) / name
+    url = f"{store.upload(tmp_path / 'local', 'deep/set')}/{name}".rstrip("/")
+    prepare(remote.localized(url), tmp_path / "out", shards=2)
+    local = load_corpus(path, tokenizer)
+    corpus = load_corpus(tmp_path / "out" / "shards", tokenizer)
+    assert len(corpus) == len(local) > 0
+    for index in range(len(local)):
+        assert np.array_equal(corpus.example(index).audio, local.example(index).audio)
+
+
+def test_a_web_server_may_lack_ranges(nemo, tokenizer, tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp", reason="needs aiohttp, which s3fs brings")
+    monkeypatch.setenv("EFFASR_REMOTE_CACHE", str(tmp_path / "cache"))
+    manifest = f"files/{as_files(nemo(7), tmp_path / 'files')}"
+    make_source("webdataset", tmp_path / manifest, tmp_path / "tar")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}"
+        for name in (manifest, "tar/shard-{000000..000001}.tar"):
+            local = load_corpus(tmp_path / name, tokenizer)
+            corpus = load_corpus(remote.localized(f"{base}/{name}"), tokenizer)
+            assert len(corpus) == len(local) == 7
+            for index in range(7):
+                assert np.array_equal(corpus.example(index).audio, local.example(index).audio)
+        with pytest.raises(ValueError, match="is a page of a web server: name a file or a pattern"):
+            remote.localized(f"{base}/files")
+        server.shutdown()
 
 
 @pytest.mark.parametrize("layout", [as_files, as_shar])
@@ -103,10 +150,11 @@ def test_a_shard_that_fails_for_good_is_listed_as_a_broken_file_is(
         ("https://h/x.json?X-Amz-Signature=secret", "https://h/x.json: a URL must have neither a"),
         ("ftp://me:secret@h/x", "ftp://h/x: a URL must have neither a password nor a query"),
         ("nonsense://x/y", "nonsense://x/y: Protocol not known"),
+        ("abfs://x/y", "abfs://x/y: needs another package (Install adlfs"),
     ],
 )
 def test_urls_that_cannot_be_read(url, message, store):
-    with pytest.raises(ValueError, match=r"URL|Protocol|no such file") as caught:
+    with pytest.raises(ValueError, match=r"URL|Protocol|no such file|package") as caught:
         remote.localized(url)
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)

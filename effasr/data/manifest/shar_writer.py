@@ -25,7 +25,7 @@ from effasr.data.audio.audio_file import AudioFile, open_audio
 from effasr.data.audio.embedded import Embedded
 from effasr.data.audio.waveform import AudioSegment, load_audio, place
 from effasr.data.features.frame_geometry import SAMPLE_RATE
-from effasr.data.manifest.cuts import json_line
+from effasr.data.manifest.cuts import json_line, make_absolute
 from effasr.data.manifest.times import shifted
 
 _COPIED = {"FLAC": "flac", "OGG": "ogg", "MP3": "mp3", "MPEG": "mp3"}
@@ -51,6 +51,7 @@ def encode(line: bytes) -> EncodedCut:
     Parts of files of up to 16 bits, or of a lossy format, get 16 bits; of others 24.
     """
     cut = deserialize_cut(json.loads(line))
+    make_absolute(cut, Path())  # of a URL, its path in the cache
     assert isinstance(cut, DataCut)
     assert cut.recording is not None
     part = AudioSegment.of(cut)
