@@ -11,7 +11,6 @@ from torch import Tensor
 
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr_kernels import PackedLayout, PackedSequence
-from effasr_kernels.packed import TileCounts
 
 IGNORED = -100  # target of a token row that no loss counts: a prompt, or the tail of a static shape
 
@@ -160,26 +159,19 @@ class Batch:
             *([] if self.expert is None else [self.expert]),
         )
 
-    def rewritable(
-        self, of_frames: TileCounts | None = None, of_tokens: TileCounts | None = None
-    ) -> Self:
+    def rewritable(self) -> Self:
         """Return a copy in separate memory, which may be overwritten with another batch's tensors.
 
-        Counts and names stay those of this batch. ``of_frames`` and ``of_tokens``: bounds that the
-        layouts of every batch keep to.
+        Counts and names stay those of this batch.
         """
         audio, tokens, text = (
-            PackedSequence(packed.values.clone(), packed.layout.rewritable(tile_counts))
-            for packed, tile_counts in (
-                (self.audio, None),
-                (self.tokens, of_tokens),
-                (self.text, None),
-            )
+            PackedSequence(packed.values.clone(), packed.layout.rewritable())
+            for packed in (self.audio, self.tokens, self.text)
         )
         return replace(
             self,
             audio=audio,
-            frames=self.frames.rewritable(of_frames),
+            frames=self.frames.rewritable(),
             tokens=tokens,
             targets=self.targets.clone(),
             text=text,

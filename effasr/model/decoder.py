@@ -289,7 +289,7 @@ class Decoder(nn.Module):
             penalties.append(penalty)
             self.router_losses += losses if self.training else ()
         mean = None if sigma is None else torch.stack(penalties).mean(0)
-        return normalized(x, self.norm), mean
+        return Residual(layout, 0.0, None).norm(x, self.norm)[0], mean
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.output_weight, self.output_bias)

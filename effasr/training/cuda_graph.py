@@ -14,7 +14,7 @@ from effasr.data.batch import Batch
 from effasr.model.config import ModelConfig
 from effasr.model.encoder import FastConformerConfig
 from effasr.training.config import TrainConfig
-from effasr_kernels.packed import TileCounts
+from effasr_kernels.packed import PackedLayout, TileCounts
 from effasr_kernels.runtime.counters import graph_counters
 
 _WARM_UPS = 3
@@ -183,11 +183,9 @@ class MicroBatchGraph:
 
     def __call__(self, batch: Batch, counts: Tensor, *, replace: bool = False) -> Outputs:
         """Run the function on a batch, which may be on the host."""
-        layouts = batch.frames, batch.tokens.layout
         if not self._tile_counts:
-            self._tile_counts = [TileCounts(layout, _SPARE_TILES) for layout in layouts]
             self._prepare(batch, counts)
-        if any([x.admit(new) for x, new in zip(self._tile_counts, layouts, strict=True)]):
+        if any([x.admit(new) for x, new in zip(self._tile_counts, _layouts(batch), strict=True)]):
             self._recorded.clear()
         if replace not in self._recorded:
             run = partial(self._on_static_inputs, replace=replace)
@@ -199,8 +197,10 @@ class MicroBatchGraph:
         return tuple(output.clone() for output in outputs)
 
     def _prepare(self, batch: Batch, counts: Tensor) -> None:
-        static = batch.to(self._device).rewritable(*self._tile_counts)
-        self._batch, self._counts = static, counts.clone()
+        self._batch, self._counts = batch.to(self._device).rewritable(), counts.clone()
+        self._tile_counts = [TileCounts(layout, _SPARE_TILES) for layout in _layouts(batch)]
+        for static, bounds in zip(_layouts(self._batch), self._tile_counts, strict=True):
+            static.keep_to(bounds)
         saved = [buffer.clone() for buffer in self._buffers]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -234,6 +234,10 @@ class MicroBatchGraph:
                 )
             static.copy_(new, non_blocking=True)
         self._counts.copy_(counts)
+
+
+def _layouts(batch: Batch) -> tuple[PackedLayout, ...]:
+    return batch.frames, batch.tokens.layout
 
 
 def _capture(run: Callable[[], Outputs], pool: Any) -> tuple[Callable[[], Any], Outputs]:

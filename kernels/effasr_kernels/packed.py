@@ -233,10 +233,8 @@ class PackedLayout:
             self.cu_seqlens, self.cu_seqlens_host, self.rows, self.static_max_seqlen
         )
         object.__setattr__(copy, "_tile_tables", {})
-        counts = self._tile_counts
-        if counts is None and self.known_on_host:
-            counts = TileCounts(self, spare=0)
-        object.__setattr__(copy, "_tile_counts", counts)
+        is_exact = self._tile_counts is None and self.known_on_host
+        copy.keep_to(TileCounts(self) if is_exact else self._tile_counts)
         return copy
 
     @property
@@ -249,16 +247,14 @@ class PackedLayout:
         """Upper bounds of the tiles in a table, where there are tables and the host knows."""
         return None if self._tile_tables is None else self._tile_counts
 
-    def rewritable(self, tile_counts: TileCounts | None = None) -> PackedLayout:
-        """A copy of the layout, to overwrite its ``cu_seqlens`` with other offsets.
+    def keep_to(self, tile_counts: TileCounts | None) -> None:
+        """Set `tile_counts` for whatever offsets are written to the layout, and for its copies."""
+        object.__setattr__(self, "_tile_counts", tile_counts)
 
-        Args:
-            tile_counts: Bounds that every offsets written to it keep to.
-        """
+    def rewritable(self) -> PackedLayout:
+        """A copy of the layout, to overwrite its ``cu_seqlens`` with other offsets."""
         offsets = self.cu_seqlens.clone()
-        copy = PackedLayout(offsets, OffsetsOnDemand(offsets), self.rows, self.static_max_seqlen)
-        object.__setattr__(copy, "_tile_counts", tile_counts)
-        return copy
+        return PackedLayout(offsets, OffsetsOnDemand(offsets), self.rows, self.static_max_seqlen)
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with ``cu_seqlens`` in pinned memory."""
@@ -272,7 +268,7 @@ class TileCounts(dict[int, int]):
     These are the tiles of a layout that the host knows, and a share ``spare`` more.
     """
 
-    def __init__(self, layout: PackedLayout, spare: float):
+    def __init__(self, layout: PackedLayout, spare: float = 0.0):
         self._layout, self._spare = layout, spare
 
     def __missing__(self, block: int) -> int:

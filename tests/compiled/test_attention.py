@@ -112,6 +112,7 @@ def test_usual_widths(
                     for features in ("plain", "all_with_rotary", "context_with_relative", "guided")
                 ),
                 ("all_with_relative", (128, 256), torch.float32),
+                ("dropout", (256,), torch.float32),
                 ("all_with_relative", (64,), torch.float16),
                 ("plain", (128,), torch.float16),
                 ("all_with_rotary", (256,), torch.float16),

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from effasr_kernels import BackendUnavailable, PackedLayout, depthwise_conv
-from effasr_kernels.packed import TileCounts
 from effasr_kernels.runtime.launch import INTERPRETED, launch, recording
 from effasr_kernels.runtime.tiles import (
     count_tiles,
@@ -93,18 +92,6 @@ def test_programs_that_loop_are_no_more_than_tiles_have_rows(device: torch.devic
     for others, expected in ((1, 261), (3, 176), (4, 132), (8, 132)):
         looping = tile_programs(layout, 64, others)
         assert (looping, looping.live()) == (expected, min(expected, 192))
-
-
-def test_a_recording_has_programs_for_an_eighth_more_tiles(device: torch.device) -> None:
-    layout = PackedLayout.from_lengths([88] * 96, device, rows=8_448, num_sequences=128)
-    counts = TileCounts(layout, spare=1 / 8)
-    static = layout.rewritable(counts).with_tile_tables()
-    programs = lambda: tile_programs(static, 64, listed=True)
-    assert programs() == 216
-    fits, other = ([65] * n + [8_448 - 65 * n] for n in (64, 128))
-    for lengths, is_low, expected in ((fits, False, 216), (other[:127], True, 291)):
-        new = PackedLayout.from_lengths(lengths, device, rows=8_448, num_sequences=128)
-        assert (counts.admit(new), programs()) == (is_low, min(expected, 261))
 
 
 def test_a_layout_makes_each_table_once(device: torch.device) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from effasr.data.batch import IGNORED, Batch
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr_kernels import PackedLayout, PackedSequence
-from effasr_kernels.packed import TileCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +49,9 @@ class ConversationBatch(Batch):
         )
         return (*Batch.tensors(self), *clip_parts)
 
-    def rewritable(
-        self, of_frames: TileCounts | None = None, of_tokens: TileCounts | None = None
-    ) -> Self:
+    def rewritable(self) -> Self:
         copied = replace(
-            Batch.rewritable(self, of_frames, of_tokens),
+            Batch.rewritable(self),
             clip_samples=self.clip_samples.rewritable(),
             clip_frames=self.clip_frames.rewritable(),
             stacks=self.stacks.clone(),

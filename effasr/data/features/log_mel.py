@@ -188,9 +188,7 @@ class LogMel(nn.Module):
 
     def _bands(self, windows: Tensor) -> Tensor:
         # A shift inside the transform changes phases only: the window need not be centred in it.
-        spectrum = torch.fft.rfft(windows)
-        power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
-        return self._to_mel(power)
+        return self._to_mel(_power(torch.fft.rfft(windows)))
 
     def _to_mel(self, power: Tensor) -> Tensor:
         """Project power spectra to the mel bands: (rows, bins) to (rows, mel_bins)."""
@@ -226,9 +224,7 @@ class LogMel(nn.Module):
                 runs[run] = (first + count, end)
                 done, run = done + count, run + (first + count == end)
             chunk[done:].zero_()
-            spectrum = torch.fft.rfft(chunk)
-            power = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
-            bands[begin : begin + len(chunk)] = self._to_mel(power)
+            bands[begin : begin + len(chunk)] = self._to_mel(_power(torch.fft.rfft(chunk)))
         return bands.add_(_LOG_GUARD).log_()
 
     def _spread_on_host(
@@ -264,6 +260,11 @@ def check_frames(config: FeatureConfig, audio: PackedLayout, frames: PackedLayou
             f"`frames` must have lengths {_shortened(expected)}, as the audio gives, but has "
             f"{_shortened(frames.lengths)}: build it with FeatureConfig.encoder_frames."
         )
+
+
+def _power(spectrum: Tensor) -> Tensor:
+    imaginary = spectrum.imag
+    return spectrum.real.square().addcmul_(imaginary, imaginary)
 
 
 def _runs_on_host(audio: PackedLayout, frames: PackedLayout) -> bool:
