@@ -119,6 +119,8 @@ def _model_in(source: Path) -> Path:
 def _import_hugging_face(
     source: Path, language: str | None
 ) -> tuple[ASRModel, Tokenizer, Prompt | None]:
+    from effasr.data.languages import AUTO
+    from effasr.data.prompt import Prompt
     from effasr.data.tokenizer import NoTokenizer, WhisperTokenizer, load_hugging_face
     from effasr.interop.huggingface.checkpoint import CLASSES, import_model
     from effasr.interop.huggingface.ctranslate2 import is_ctranslate2
@@ -153,6 +155,9 @@ def _import_hugging_face(
             f"{source}: the tokenizer must be the model's, but has {tokenizer.vocab_size} "
             f"tokens, and the model has {model.vocab_size}."
         )
+    prompts = model.config.language_prompt
+    if prompts is not None and AUTO in prompts.languages:
+        return model, tokenizer, Prompt(AUTO, AUTO)
     if not isinstance(tokenizer, WhisperTokenizer):
         return model, tokenizer, None
     return model, tokenizer, tokenizer.trained_prompt(read_prompt_settings(source))

@@ -142,10 +142,12 @@ class ModelConfig:
                 remedy = "one name chooses the experts of an utterance"
                 check(value == needed, f"decoder.experts.{part}", rule, value, remedy)
 
-    def named_experts(self, *, text: bool = False) -> ExpertsConfig | LanguagePromptConfig | None:
-        """The experts or prompts that names choose for speech, or text pairs, by `Batch.expert`."""
-        if self.language_prompt is not None:
-            return None if text else self.language_prompt
+    def numbering(self) -> ExpertsConfig | LanguagePromptConfig | None:
+        """Prompts or experts that names choose: they give an utterance its `Batch.expert`."""
+        return self.language_prompt or self.named_experts()
+
+    def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
+        """The experts that names choose for speech, or text pairs, by `Batch.expert`."""
         experts = named_experts_of(self.text_encoder if text else self.encoder)
         return named_experts_of(self.decoder) if experts is None else experts
 

@@ -98,7 +98,7 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
         if text_experts is not None:
             text = text.with_experts(text_experts.number_of)
         corpus = corpus.with_text(text)
-    if (experts := config.model.named_experts()) is not None:
+    if (experts := config.model.numbering()) is not None:
         corpus = corpus.with_experts(experts.number_of)
     return corpus
 

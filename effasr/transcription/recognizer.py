@@ -117,14 +117,19 @@ class Recognizer:
 
         Those of `AUTO` are for the first of the languages that may be heard.
         """
-        if prompt.source == AUTO:
+        if self._is_to_be_heard(prompt):
             prompt = prompt.stating(self._possible_languages()[0])
-        if (experts := self.model.config.named_experts()) is not None:
+        if (experts := self.model.config.numbering()) is not None:
             experts.number_of(prompt)
         check_prompt(prompt, self.method, self.config)
         if self.method == "language_model":
             return self._conversation(self.config.instruction)
         return self.tokenizer.prompt(prompt)
+
+    def _is_to_be_heard(self, prompt: Prompt) -> bool:
+        """Whether the language is not named, and the model has no prompt for that."""
+        prompts = self.model.config.language_prompt
+        return prompt.source == AUTO and (prompts is None or AUTO not in prompts.languages)
 
     def _possible_languages(self) -> tuple[str, ...]:
         sources = self.tokenizer.sources
@@ -139,7 +144,7 @@ class Recognizer:
         """Find the language of recordings that ask for it, by their first chunks."""
         first: dict[int, Piece] = {}
         for piece in pieces:
-            if piece.recording.request.prompt.source == AUTO:
+            if self._is_to_be_heard(piece.recording.request.prompt):
                 first.setdefault(id(piece.recording), piece)
         waiting = list(first.values())
         frames = [piece.frames for piece in waiting]
@@ -628,7 +633,7 @@ class Recognizer:
                 framing=self._features.framing,
             )
             return packed.to(device), prompts
-        experts = self.model.config.named_experts()
+        experts = self.model.config.numbering()
         requests = [piece.recording.request for piece in pieces]
         examples = [
             Example(

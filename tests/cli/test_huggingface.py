@@ -164,8 +164,11 @@ def test_a_nemotron_with_prompts_in_tuned_and_out(effasr, tune, workplace, tmp_p
     languages = {"en-US": 0, "de-DE": 1, "auto": 2}
     prompt = load_model(tmp_path / "back").model.config.language_prompt
     assert prompt == LanguagePromptConfig(languages=languages, count=4, width=8)
-    arguments = "--run", tmp_path / "model", "--language", "fr", workplace.wav
-    failed = effasr("transcribe", *arguments)
+    arguments = "transcribe", "--run", tmp_path / "model", workplace.wav
+    texts = {lang: effasr(*arguments, "--language", lang).out for lang in ("en", "de", "auto")}
+    assert effasr(*arguments).out == texts["auto"]
+    assert len(set(texts.values())) == 3
+    failed = effasr(*arguments, "--language", "fr")
     assert "must be one of en-US, de-DE, auto, but is 'fr'" in failed.err
     (source / "processor_config.json").unlink()
     failed = effasr("import", source, tmp_path / "other")

@@ -88,8 +88,9 @@ def write_sentences(folder):
 
 def make_pretrained(folder, name):
     """A model without a head for CTC, and so without a tokenizer."""
-    kind = transformers.HubertConfig if name.startswith("Hubert") else transformers.Wav2Vec2Config
-    model = getattr(transformers, name)(kind(**SIZES)).eval()
+    kind = name.removesuffix("Model").removesuffix("ForPreTraining")
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    model = getattr(transformers, name)(config).eval()
     model.save_pretrained(folder)
     extractor_of(model).save_pretrained(folder)
     return model
@@ -246,7 +247,7 @@ def test_what_is_exported_is_loaded_with_the_same_transcripts(theirs, ours, kind
     assert extractor.to_dict() == extractor_of(theirs).to_dict()
 
 
-@pytest.mark.parametrize("name", ["Wav2Vec2ForPreTraining", "HubertModel"])
+@pytest.mark.parametrize("name", ["Wav2Vec2ForPreTraining", "HubertModel", "WavLMModel"])
 @torch.no_grad()
 def test_a_pretrained_model_gives_its_encoder(name, tmp_path):
     theirs = make_pretrained(tmp_path, name)

@@ -141,7 +141,7 @@ class Probe:
         texts = [supervision.text for supervision in cut.supervisions]
         if len(texts) != 1 or not texts[0]:
             return None
-        experts = config.named_experts()
+        experts = config.numbering()
         try:
             prompt = prompt_of(cut)
             expert = None if experts is None else experts.number_of(prompt)
