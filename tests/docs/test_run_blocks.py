@@ -38,6 +38,7 @@ from tests.support.talks import model_mapping, write_talks
 QUICK = ["training.max_steps=2", "training.device=cpu", "training.tensorboard=false"]
 QUICK += ["data.frame_budget=160", "data.workers=0"]
 ADDED = {"train": QUICK, "tokenizer": ["--vocab-size", "20"], "init": ["--no-timing"]}
+ADDED["segment"] = ["--min-score", "0"]  # the model has heard little
 """Options of commands: there are too few texts for the tokenizers that the pages name."""
 RECIPE_FILE = "recipe.yaml"
 """What RECIPE stands for."""
@@ -123,6 +124,16 @@ def trained(tmp_path_factory):
     write_demo_corpus(folder)
     write_language_models(folder)
     write_calls(folder)
+    write_tone(folder / "talk.wav")
+    write_manifest(folder, "talk", 8)
+    (folder / "talks").mkdir()
+    for line in read_lines(folder / "talk.jsonl"):
+        audio = folder / line["audio_filepath"]
+        (folder / "talks" / audio.name).write_bytes(audio.read_bytes())
+        (folder / "talks" / f"{audio.stem}.txt").write_text(line["text"])
+    (folder / "whisper").mkdir()
+    make_whisper(folder / "whisper")
+    assert cli.main(["import", f"{folder}/whisper", f"{folder}/models/whisper"]) == 0
     return folder
 
 
@@ -219,6 +230,8 @@ def test_commands_run(needs, text, request, tmp_path, monkeypatch, capsys):
             piped = output_of(before[0]) if before else b""
             monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(piped)))
             assert call(last) == 0, (last, capsys.readouterr().err)
+    if "data.timestamps" in text:
+        assert read_lines(folder / "segments/manifest.jsonl")[0]["words"]
     if needs == "run whisper":
         lines = read_lines(folder / "runs/lowgerman/validation.jsonl")
         assert [line["step"] for line in lines] == [0, 2]
