@@ -13,7 +13,7 @@ from effasr.data.manifest.prepare import prepare
 from effasr.untrusted import remote
 from tests.support.corpora import load_corpus, make_loader, take_steps
 from tests.support.object_store import forget, object_store
-from tests.support.sources import make_source
+from tests.support.sources import SOURCES, make_source
 
 
 @pytest.fixture
@@ -22,71 +22,48 @@ def store(tmp_path):
         yield opened
 
 
-def as_files(manifest, folder):
-    shutil.copytree(manifest.parent, folder)
-    return manifest.name
+@pytest.fixture(params=SOURCES)
+def source(request, store, nemo, tmp_path):
+    """A corpus of seven utterances on disk, and its URL."""
+    path = make_source(request.param, nemo(7), tmp_path / "local")
+    url = store.upload(tmp_path / "local", "deep/set")
+    return path, f"{url}/{path.relative_to(tmp_path / 'local')}".removesuffix("/.")
 
 
-def as_shar(manifest, folder):
-    make_source("shar", manifest, folder)
-    return ""
+FEW = ["files", "shar", "nemo sharded", "webdataset texts", "parquet"]
 
 
-@pytest.mark.parametrize("layout", [as_files, as_shar])
-def test_a_remote_corpus_is_the_local_one_sample_by_sample(
-    layout, store, nemo, tokenizer, tmp_path
-):
-    name = layout(nemo(7), tmp_path / "local")
-    url = store.upload(tmp_path / "local", "set")
-    local = load_corpus(tmp_path / "local" / name, tokenizer)
-    corpus = load_corpus(remote.localized(f"{url}/{name}".rstrip("/")), tokenizer)
+@pytest.mark.representative(source=FEW)
+def test_a_remote_corpus_is_the_local_one_sample_by_sample(source, store, tokenizer, tmp_path):
+    path, url = source
+    local, corpus = (load_corpus(x, tokenizer) for x in (path, remote.localized(url)))
     assert corpus.fingerprint == local.fingerprint
-    assert len(corpus) == len(local) == 7
+    prepare(remote.localized(url), tmp_path / "out", shards=2)
+    prepared = load_corpus(tmp_path / "out" / "shards", tokenizer)
+    assert len(corpus) == len(prepared) == len(local) == 7
     for index in (6, 0, 3, 5, 1, 2, 4):
         assert corpus.name(index) == local.name(index)
-        assert np.array_equal(corpus.example(index).audio, local.example(index).audio)
+        for other in (corpus, prepared):
+            assert np.array_equal(other.example(index).audio, local.example(index).audio)
     # All of it is in the cache now.
     store.proxy.requests.clear()
     forget()
-    again = load_corpus(remote.localized(f"{url}/{name}".rstrip("/")), tokenizer)
+    again = load_corpus(remote.localized(url), tokenizer)
     assert np.array_equal(again.example(3).audio, local.example(3).audio)
     requests = store.proxy.requests
     assert not [path for method, path in requests if method == "GET" and "?" not in path]
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("nemo sharded", "sharded_manifests/manifest__OP_0..1_CL_.json"),
-        ("nemo sharded", "sharded_manifests/manifest_1.json"),
-        ("webdataset", "shard-{000000..000001}.tar"),
-        ("webdataset", "shard-*.tar"),
-        ("parquet", ""),
-        ("saved to disk", ""),
-    ],
-)
-def test_remote_sources_become_shards(source, name, store, nemo, tokenizer, tmp_path):
-    path = make_source(source, nemo(7), tmp_path / "local")
-    path = (path if path.is_dir() else path.parents[1]) / name
-    url = f"{store.upload(tmp_path / 'local', 'deep/set')}/{name}".rstrip("/")
-    prepare(remote.localized(url), tmp_path / "out", shards=2)
-    local = load_corpus(path, tokenizer)
-    corpus = load_corpus(tmp_path / "out" / "shards", tokenizer)
-    assert len(corpus) == len(local) > 0
-    for index in range(len(local)):
-        assert np.array_equal(corpus.example(index).audio, local.example(index).audio)
-
-
 def test_a_web_server_may_lack_ranges(nemo, tokenizer, tmp_path, monkeypatch):
     pytest.importorskip("aiohttp", reason="needs aiohttp, which s3fs brings")
     monkeypatch.setenv("EFFASR_REMOTE_CACHE", str(tmp_path / "cache"))
-    manifest = f"files/{as_files(nemo(7), tmp_path / 'files')}"
-    make_source("webdataset", tmp_path / manifest, tmp_path / "tar")
+    manifest = make_source("files", nemo(7), tmp_path / "files")
+    make_source("webdataset", manifest, tmp_path / "tar")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         base = f"http://127.0.0.1:{server.server_port}"
-        for name in (manifest, "tar/shard-{000000..000001}.tar"):
+        for name in (f"files/{manifest.name}", "tar/shard-*.tar"):
             local = load_corpus(tmp_path / name, tokenizer)
             corpus = load_corpus(remote.localized(f"{base}/{name}"), tokenizer)
             assert len(corpus) == len(local) == 7
@@ -97,20 +74,19 @@ def test_a_web_server_may_lack_ranges(nemo, tokenizer, tmp_path, monkeypatch):
         server.shutdown()
 
 
-@pytest.mark.parametrize("layout", [as_files, as_shar])
-def test_faults_lose_and_repeat_nothing(layout, store, nemo, tokenizer, tmp_path):
+@pytest.mark.representative(source=["files", "shar"])
+def test_faults_lose_and_repeat_nothing(source, store, tokenizer):
     """Every kind of fault, at manifests, tar files and recordings, in two epochs."""
-    name = layout(nemo(7), tmp_path / "local")
-    url = store.upload(tmp_path / "local", "set")
+    path, url = source
     faults = ["500", "truncate", "reset", "slow", "500", "truncate", "reset"]
     store.proxy.faults = [("GET", "/set/", fault) for fault in faults]
     store.proxy.faults += [("HEAD", "/set", fault) for fault in ("500", "reset")]
     loaders = []
-    for path in (tmp_path / "local" / name, remote.localized(f"{url}/{name}".rstrip("/"))):
-        loader = make_loader(path, tokenizer, micro_batches=1)
+    for place in (path, remote.localized(url)):
+        loader = make_loader(place, tokenizer, micro_batches=1)
         count = loader.count_steps([0, 1])
         loaders.append(take_steps(loader, count))
-    assert not store.proxy.faults
+    assert not [fault for fault in store.proxy.faults if fault[0] == "GET"]  # patterns need no HEAD
     for expected, step in zip(*loaders, strict=True):
         assert not step.skipped
         assert np.array_equal(expected.indices, step.indices)
@@ -122,7 +98,7 @@ def test_faults_lose_and_repeat_nothing(layout, store, nemo, tokenizer, tmp_path
 def test_a_shard_that_fails_for_good_is_listed_as_a_broken_file_is(
     fault, store, nemo, tokenizer, tmp_path, monkeypatch
 ):
-    as_shar(nemo(7), tmp_path / "local")
+    make_source("shar", nemo(7), tmp_path / "local")
     path = remote.localized(store.upload(tmp_path / "local", "set"))
     skipping = make_loader(path, tokenizer, micro_batches=1, on_bad_audio="skip")
     strict = make_loader(path, tokenizer, micro_batches=1)

@@ -52,7 +52,9 @@ def assert_equal(first, second):
         assert all(map(torch.equal, a, b))
 
 
-@pytest.mark.representative(source=["nemo sharded", "webdataset", "parquet", "saved to disk"])
+@pytest.mark.representative(
+    source=["nemo sharded", "webdataset", "parquet", "saved to disk", "shar"]
+)
 def test_batches_are_those_of_plain_files(source, tokenizer, tmp_path):
     path, manifest = source
     plain = batches(manifest, tokenizer)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +105,12 @@ def shar(manifest: Path, folder: Path) -> Path:
     return folder
 
 
+def files(manifest: Path, folder: Path) -> Path:
+    return shutil.copytree(manifest.parent, folder, dirs_exist_ok=True) / manifest.name
+
+
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
+    "files": files,
     "nemo": nemo_tarred,
     "nemo sharded": lambda manifest, folder: nemo_tarred(manifest, folder, sharded=True),
     "webdataset": web_dataset,

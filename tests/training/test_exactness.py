@@ -86,7 +86,7 @@ def kill_worker():
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("source", ["files", *SOURCES])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.representative(source="parquet")
 def test_a_killed_run_ends_as_if_nothing_had_happened(
     source, make_config, tones, tmp_path, monkeypatch
@@ -94,8 +94,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
     """First a process that loads is killed, then the run itself; that left alone reads files."""
     make = partial(make_config, training=LONG)
     assert run(make(name="straight", data=SILENCE)) == 0
-    train = tones / "train.jsonl"
-    path = train if source == "files" else make_source(source, train, tmp_path / "source")
+    path = make_source(source, tones / "train.jsonl", tmp_path / "source")
     config = make(name="killed", data=SILENCE | {"train": str(path), "workers": 1})
     with monkeypatch.context() as patch:
         at_step(patch, 7, kill_worker)
