@@ -36,7 +36,9 @@ class ExpertsConfig:
     """Experts of every feed-forward network of a stack, each of the network's size.
 
     A row costs as much as in a model without experts, times ``top_k``; the memory of the weights
-    grows with ``count``.
+    grows with ``count``. Where ``init_from`` is a model without experts, each begins as a copy of
+    the network, and the model writes the same as before (Komatsuzaki et al., Sparse Upcycling,
+    2022, https://arxiv.org/abs/2212.05055).
 
     Attributes:
         count: Number of experts.

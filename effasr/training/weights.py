@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from effasr import checkpoint
 from effasr.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel
+from effasr.nn.experts import ExpertFeedForward
 from effasr.nn.lora import adapt
 from effasr.nn.parameters import freeze
 from effasr.training.checkpointing.resume import Saved
@@ -31,6 +33,8 @@ _OUTPUTS = {
     "transducer": ("transducer",),
 }
 """Outputs of a model, which may be others than those of ``init_from``, and their parts."""
+
+_FIRST_LOGITS = 1e-3  # factor of the router that an upcycled Switch begins with
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ def prepare_weights(
             parameters = dict(model.named_parameters())
             initialised += [name for name in TOKEN_TABLES if name in parameters]
         else:
-            checkpoint.load_weights(model, source, only=only)
+            checkpoint.load_weights(model, source, only=only, change=partial(_upcycled, model))
         if model.ctc_head is not None and "ctc_head" in initialised:
             # Drawn weights would begin far above the loss of equal scores, as its frames are large.
             torch.nn.init.zeros_(model.ctc_head.weight)
@@ -171,7 +175,7 @@ def _load_for_tokenizer(
             )
             for number, ids in spelled.items():
                 weights[name][number] = old[ids].float().mean(0)
-        return weights
+        return _upcycled(model, weights)
 
     checkpoint.load_weights(model, source, only=only, change=move_rows)
     log.warning(
@@ -182,6 +186,25 @@ def _load_for_tokenizer(
         tokenizer.vocab_size,
         len(spelled),
     )
+
+
+def _upcycled(model: ASRModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give each expert the weights of the dense network that it replaces; outputs stay equal."""
+    for name, network in model.named_modules():
+        dense = weights.get(f"{name}.linear1.weight")
+        if not isinstance(network, ExpertFeedForward) or dense is None or dense.ndim == 3:
+            continue
+        # With one expert a row, its output is multiplied by its probability. Logits near 0 make it
+        # 1 / count, whichever expert is chosen.
+        is_scaled = network.router is not None and network.config.top_k == 1
+        for layer, scale in ("linear1", 1), ("linear2", network.config.count if is_scaled else 1):
+            for parameter in ("weight", "bias"):
+                if (old := weights.get(key := f"{name}.{layer}.{parameter}")) is not None:
+                    weights[key] = (scale * old).repeat(network.config.count, *[1] * old.ndim)
+        if network.router is not None:
+            drawn = network.router.weight.detach()
+            weights[f"{name}.router.weight"] = drawn * (_FIRST_LOGITS if is_scaled else 1)
+    return weights
 
 
 def shared_pieces(old: Tokenizer, new: Tokenizer) -> dict[int, int]:
