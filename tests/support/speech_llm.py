@@ -25,26 +25,23 @@ FAMILIES = {
     "smollm3": {},
 }
 
-_T5 = {"d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 80, "num_layers": 2}
-_BART = {
-    f"{stack}_{name}": size
-    for stack in ("encoder", "decoder")
-    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 80}.items()
-}
 ENCODER_DECODERS = {
-    "t5": _T5,
-    "mt5": _T5 | {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"},
-    "umt5": _T5,
-    "bart": _BART | {"d_model": 48, "max_position_embeddings": 512, "decoder_start_token_id": 2},
+    "t5": {},
+    "mt5": {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"},
+    "umt5": {},
+    "bart": {"decoder_start_token_id": 2},
 }
 
 
 def architecture(kind: str, **fields) -> str:
     """The ``config.json`` of a tiny language model."""
     if kind in ENCODER_DECODERS:
-        ids = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
-        sizes = {"vocab_size": VOCABULARY, **ids, **ENCODER_DECODERS[kind], **fields}
-        return json.dumps({"model_type": kind, **sizes})
+        # The names of T5, and of BART.
+        sizes = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 80}
+        for stack in ("encoder", "decoder"):
+            sizes |= {f"{stack}_attention_heads": 4, f"{stack}_ffn_dim": 80, f"{stack}_layers": 2}
+        ids = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0, "num_layers": 2}
+        return json.dumps({"model_type": kind} | sizes | ids | ENCODER_DECODERS[kind] | fields)
     sizes = {
         **{"vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80},
         **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},

@@ -61,10 +61,11 @@ def model_mapping(language_model: str | Path, **fields) -> dict[str, Any]:
     }
 
 
-def write_folders(folder: Path, **sizes) -> dict[str, str]:
+def write_folders(folder: Path, kind: str = "llama", **sizes) -> dict[str, str]:
     """Paths of manifests of spoken and written conversations, and of a language model."""
     speech, text = write_talks(folder / "data", **sizes)
-    return {"speech": str(speech), "text": str(text), "llm": str(write_chat_model(folder / "llm"))}
+    llm = write_chat_model(folder / "llm", kind)
+    return {"speech": str(speech), "text": str(text), "llm": str(llm)}
 
 
 def talks_config(folders: dict[str, str], output: Path, **sections) -> TrainConfig:

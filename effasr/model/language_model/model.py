@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
     The logits are ``hidden @ output_weight.T + output_bias``; tied weights are one parameter.
     """
 
-    attention, loader = IMPLEMENTATION, "AutoModelForCausalLM"  # Names in transformers
+    loader = "AutoModelForCausalLM"  # Class of transformers that reads exported weights
     stacks = 1  # Of layers, of which a row passes one
 
     def __init__(self, config: LanguageModelConfig, encoder_width: int):
@@ -180,8 +180,12 @@ class LanguageModel(nn.Module):
         weight = self.embed_tokens.weight
         x = torch.randn(2 * _PROBE_ROWS, weight.shape[1], generator=generator)
         x = (x * weight.float().std().cpu()).to(weight)
+        layout = PackedLayout.from_lengths([_PROBE_ROWS] * 2, weight.device)
         with _Evaluating(self):
-            actual, expected = self._probed(x)
+            actual = self.logits(self(x, layout))
+            with self._as_causal() as causal:
+                rows = x.view(2, _PROBE_ROWS, -1)
+                expected = causal(inputs_embeds=rows, use_cache=False).logits.flatten(0, 1)
         worst = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
         if not worst <= _TOLERANCE:
             raise ValueError(
@@ -189,13 +193,6 @@ class LanguageModel(nn.Module):
                 f"{worst:.2g} of the largest: this family of language models computes more than "
                 "causal attention and a linear output: choose another one."
             )
-
-    def _probed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of two sequences of rows, and those of transformers."""
-        actual = self.logits(self(x, PackedLayout.from_lengths([_PROBE_ROWS] * 2, x.device)))
-        with self._as_causal() as causal:
-            rows = x.view(2, _PROBE_ROWS, -1)
-            return actual, causal(inputs_embeds=rows, use_cache=False).logits.flatten(0, 1)
 
     def _as_causal(self) -> _CausalView:
         return _CausalView(self)
@@ -207,16 +204,12 @@ class _CausalView:
     def __init__(self, owner: LanguageModel) -> None:
         self._owner = owner
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Callable[..., Any]:
         owner = self._owner
         assert owner.config.architecture is not None
         with torch.device("meta"):
             causal = build_model(owner.config.architecture)
-        if owner.prefix:
-            setattr(causal, causal.base_model_prefix, owner.model)
-        else:
-            for name, module in owner.model.named_children():
-                setattr(causal, name, module)
+        setattr(causal, causal.base_model_prefix, owner.model)
         if owner.lm_head is not None:
             causal.set_submodule(owner.output_name, owner.lm_head)
         else:
@@ -228,7 +221,7 @@ class _CausalView:
         return causal.eval()
 
     def __exit__(self, *args: object) -> None:
-        self._owner.model.set_attn_implementation(self._owner.attention)
+        self._owner.model.set_attn_implementation(IMPLEMENTATION)
         self._owner.fused.resume()
 
 

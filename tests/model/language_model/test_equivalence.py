@@ -29,9 +29,9 @@ TOLERANCE = 1e-4
 SHAPE = StaticShape(frame_budget=40, token_budget=70, max_sequences=6, longest_frames=20)
 
 
-def packed(model, shape=None, examples=None):
+def packed(model, shape=None):
     """Logits of the rows that predict, loss and gradients of one packed batch."""
-    batch = make_conversation_batch(examples or conversations(), shape=shape)
+    batch = make_conversation_batch(conversations(), shape=shape)
     logits = model.language_model.logits(model.converse(batch))[batch.targets != IGNORED]
     loss = model(batch).cross_entropy
     return logits.detach(), loss.detach(), gradients(model, loss)
