@@ -168,10 +168,12 @@ class Batch:
             PackedSequence(packed.values.clone(), packed.layout.rewritable())
             for packed in (self.audio, self.tokens, self.text)
         )
+        frames, source = self.frames.rewritable(), self.source
         return replace(
             self,
             audio=audio,
-            frames=self.frames.rewritable(),
+            frames=frames,
+            source=None if source is None else PackedSequence(source.values.clone(), frames),
             tokens=tokens,
             targets=self.targets.clone(),
             text=text,

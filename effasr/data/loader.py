@@ -57,16 +57,18 @@ class Loader:
         world_size: int = 1,
         pin_memory: bool | None = None,
         cost: CostModel = CANARY_180M_FLASH,
+        text_cost: CostModel = CANARY_180M_FLASH,
     ) -> None:
         """Set up; nothing is loaded before `steps` is iterated.
 
-        ``pin_memory`` is by default whether there is a GPU; ``cost`` balances the ranks' work.
+        ``pin_memory`` is by default whether there is a GPU; ``cost`` balances the ranks' work,
+        ``text_cost`` that on text-only micro-batches beside speech.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"`rank` must be in 0 .. {world_size - 1}, but is {rank}.")
         self._corpus = corpus
         self._config = config
-        self._seed = seed
+        self._seed, self._text_cost = seed, text_cost
         self._rank = rank
         self._world_size = world_size
         self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -118,6 +120,7 @@ class Loader:
                     steps=corpus.steps(config.corpus_micro_batches),
                     micro_batches=config.text_micro_batches,
                     seed=self._seed,
+                    cost=self._text_cost,
                 )
             for old in list(self._plans)[: 1 - _PLANS]:
                 del self._plans[old]

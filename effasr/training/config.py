@@ -451,10 +451,12 @@ def _has_subsampling(section: Any) -> bool:
 
 def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
     """Resolve the weights of the losses, and check that the model has every loss."""
-    if not model.ctc and (loss.ctc_weight or loss.ctc_weight_before or loss.guided_after_ctc):
+    after = loss.guided_after_ctc or loss.consistency_after_ctc
+    if not model.ctc and (loss.ctc_weight or loss.ctc_weight_before or after):
         raise ValueError(
             "`loss` must not use CTC for a model without CTC head: set model.ctc=true, or "
-            "loss.ctc_weight=0, loss.ctc_weight_before=null and loss.guided_after_ctc=null."
+            "loss.ctc_weight=0, loss.ctc_weight_before=null, loss.guided_after_ctc=null and "
+            "loss.consistency_after_ctc=null."
         )
     if model.transducer is None and loss.transducer_weight:
         raise ValueError(

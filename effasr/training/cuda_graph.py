@@ -78,15 +78,8 @@ def obstacles_of_strategy(config: TrainConfig) -> Iterator[Obstacle]:
 
 
 def obstacles_of_batches(config: TrainConfig) -> Iterator[Obstacle]:
-    """Yield the obstacles of batches without one static shape, and of recomputed layers."""
+    """Yield the obstacles of batches without a static shape, and of recomputed layers."""
     training, data = config.training, config.data
-    if data.text_share is not None:
-        yield Obstacle(
-            "data.text_share",
-            "batches of text have a shape of their own",
-            "`training.cuda_graph` must be false where `data.text_share` is given, because batches "
-            "of text have a shape of their own, but is true: set it to false.",
-        )
     if training.activation_checkpointing:
         yield Obstacle(
             "training.activation_checkpointing",
@@ -149,6 +142,8 @@ def check_recordable(model: ModelConfig, device: torch.device) -> None:
 class MicroBatchGraph:
     """Calls a function on batches of one static shape by replaying a recording of the first call.
 
+    Text-only batches have a shape and recordings of their own.
+
     The function computes a forward and a backward: gradients accumulate in the ``grad`` of the
     parameters, which must stay at its address (``zero_grad(set_to_none=False)``). The function may
     neither synchronise with the host nor depend on a length that the host knows. It adds to the
@@ -180,9 +175,17 @@ class MicroBatchGraph:
         self._recorded: dict[bool, tuple[Callable[[], Any], Outputs]] = {}
         # The tiles of frames and tokens that the recordings have programs for.
         self._tile_counts: list[TileCounts] = []
+        self._of_text: MicroBatchGraph | None = None
+        self._reads_text = False
 
     def __call__(self, batch: Batch, counts: Tensor, *, replace: bool = False) -> Outputs:
         """Run the function on a batch, which may be on the host."""
+        if batch.source is not None and not self._reads_text:
+            if self._of_text is None:
+                parts = self._parameters, self._buffers, self._capture
+                self._of_text = MicroBatchGraph(self._run, self._device, *parts)
+                self._of_text._reads_text = True
+            return self._of_text(batch, counts, replace=replace)
         if not self._tile_counts:
             self._prepare(batch, counts)
         if any([x.admit(new) for x, new in zip(self._tile_counts, _layouts(batch), strict=True)]):
@@ -202,13 +205,17 @@ class MicroBatchGraph:
         for static, bounds in zip(_layouts(self._batch), self._tile_counts, strict=True):
             static.keep_to(bounds)
         saved = [buffer.clone() for buffer in self._buffers]
+        # Of a step whose earlier micro-batches were of the other kind.
+        grads = [None if x.grad is None else x.grad.clone() for x in self._parameters]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             self._warm_up()
             for buffer, value in zip(self._buffers, saved, strict=True):
                 buffer.copy_(value)
-            for parameter in self._parameters:
-                if parameter.grad is not None:
+            for parameter, grad in zip(self._parameters, grads, strict=True):
+                if parameter.grad is not None and grad is not None:
+                    parameter.grad.copy_(grad)
+                elif parameter.grad is not None:
                     parameter.grad.zero_()
 
     def _on_static_inputs(self, *, replace: bool = False) -> Outputs:

@@ -39,6 +39,9 @@ class LossConfig:
         consistency_weight: c, of the distance of speech from its transcript as the text encoder
             reads it, under the best monotone alignment, before the layers that both share; see
             `best_alignment_loss`. 0 leaves it out.
+        consistency_after_ctc: The distance counts, for good, once the running average of the CTC
+            loss per token (nats) has fallen under this; before, the representations may collapse.
+            None: from the first step.
     """
 
     label_smoothing: float = 0.1
@@ -49,6 +52,7 @@ class LossConfig:
     guided_after_ctc: float | None = None
     ctc_weight_before: float | None = None
     consistency_weight: float = 0.0
+    consistency_after_ctc: float | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -64,8 +68,9 @@ class LossConfig:
             raise ValueError(
                 "`ctc_weight_before` needs `guided_after_ctc`, the CTC loss that ends it."
             )
-        if self.guided_after_ctc is not None and self.ctc_weight == 0:
-            raise ValueError("`guided_after_ctc` needs a `ctc_weight` above 0, but it is 0.")
+        for name in ("guided_after_ctc", "consistency_after_ctc"):
+            if getattr(self, name) is not None and self.ctc_weight == 0:
+                raise ValueError(f"`{name}` needs a `ctc_weight` above 0, but it is 0.")
 
 
 class Objective:
@@ -86,6 +91,7 @@ class Objective:
         # Whether SpecAugment masks: see `SpecAugmentConfig.after_ctc`.
         self.masks_on = torch.tensor(masks_after_ctc is None, device=device)
         self._masks_after_ctc = masks_after_ctc
+        self.consistency_on = torch.tensor(config.consistency_after_ctc is None, device=device)
 
     @property
     def guided_sigma(self) -> float | None:
@@ -114,7 +120,8 @@ class Objective:
         if self.config.guided_weight:
             total = total + torch.where(self.guided_on, self.config.guided_weight, 0.0) * guided
         if self.config.consistency_weight:
-            total = total + self.config.consistency_weight * consistency
+            share = torch.where(self.consistency_on, self.config.consistency_weight, 0.0)
+            total = total + share * consistency
         if losses.router is not None:
             total = total + losses.router / all_targets
         unweighted = (x.detach() for x in (cross_entropy, *(quotients[x] for x in sums)))
@@ -125,6 +132,7 @@ class Objective:
         switches = (
             (self.guided_on, self.config.guided_after_ctc),
             (self.masks_on, self._masks_after_ctc),
+            (self.consistency_on, self.config.consistency_after_ctc),
         )
         if all(threshold is None for _, threshold in switches):
             return
@@ -140,6 +148,8 @@ class Objective:
         state = {"average": self._ctc_average.clone(), "on": self.guided_on.clone()}
         if self._masks_after_ctc is not None:
             state["masks"] = self.masks_on.clone()
+        if self.config.consistency_after_ctc is not None:
+            state["consistency"] = self.consistency_on.clone()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,3 +159,5 @@ class Objective:
         # Without the field, the run masked from the first step on.
         masks = state.get("masks", torch.tensor(True))
         self.masks_on.copy_(masks | (self._masks_after_ctc is None))
+        counts = state.get("consistency", torch.tensor(True))
+        self.consistency_on.copy_(counts | (self.config.consistency_after_ctc is None))

@@ -175,8 +175,8 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
         # A resumed run has the same shape, whatever a later version would derive.
         data = replace(config.data, max_sequences=corpus.shape.max_sequences)
         config = replace(config, data=data)
-    text_alone = config.data.text_alone
-    text_cost = text_cost_model(config.model, tokenizer.vocab_size) if text_alone else None
+    cost = cost_model(config.model, tokenizer.vocab_size)
+    text_cost = text_cost_model(config.model, tokenizer.vocab_size) or cost
     loader = Loader(
         corpus,
         config.data,
@@ -184,7 +184,8 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
         rank=context.rank,
         world_size=context.size,
         pin_memory=context.device.type == "cuda",
-        cost=text_cost or cost_model(config.model, tokenizer.vocab_size),
+        cost=text_cost if config.data.text_alone else cost,
+        text_cost=text_cost,
     )
     if saved is not None:
         check_same_plan(saved.state, loader.fingerprint)
@@ -255,6 +256,7 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("loss.guided_after_ctc", "loss.guided_weight", _GIVEN),
     ("loss.guided_after_ctc", "loss.ctc_weight_before", _GIVEN),
     ("loss.consistency_weight", "data.text_share", ("is not", (1,))),
+    ("loss.consistency_after_ctc", "loss.consistency_weight", _GIVEN),
     ("optimizer.lr_reference_micro_batches", "optimizer.lr_scaling", ("is not", ("none",))),
     ("optimizer.lr_reference_micro_batches", "optimizer.adascale", _GIVEN),
     ("optimizer.exempt", "optimizer.weight_decay", _GIVEN),

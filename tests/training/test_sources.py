@@ -1,5 +1,6 @@
 """Training on pairs of texts, alone and beside speech, and on sources with shares of the hours."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from effasr import config as configuration
-from effasr.checkpoint import load_model, resolve
+from effasr.checkpoint import load_model, resolve, save_model
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
@@ -27,8 +28,10 @@ from effasr.training.corpus import load_corpus
 from effasr.training.flops import work_of
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
+from effasr.training.step import train_step
 from effasr.training.trainer import run
 from tests.training.conftest import TEXT_ENCODER, mix
+from tests.training.test_equivalence import graphed
 
 
 def test_speech_and_text_train_together(make_with_text, tmp_path, capsys):
@@ -191,9 +194,25 @@ def test_error_messages(make_with_text, tones, pairs, data, model, message):
         load_corpus(config, load_tokenizer(pairs / "tokenizer"), None)
 
 
-def test_graphs_need_one_shape_and_manifests_no_shares(make_with_text, tones, pairs, tmp_path):
-    with pytest.raises(ValueError, match=r"`training.cuda_graph` must be false where `data.text_"):
-        resolve_config(make_with_text(training={"cuda_graph": True}), None)
+@pytest.mark.parametrize("shared_layers", [0, 1])
+def test_recordings_of_speech_and_of_text_are_the_steps(shared_layers, make_with_text):
+    config = resolve_config(make_with_text(), None)
+    text = replace(config.model.text_encoder, shared_layers=shared_layers)
+    config = replace(config, model=replace(config.model, text_encoder=text))
+    results, vocabulary = [], find_tokenizer(config, None).vocab_size
+    for is_recorded in (False, True):
+        context = DistributedContext(0, 1, torch.device("cpu"))
+        model = build.build_model(config, vocabulary, None, context.device)
+        state = build.build_train_state(config, model, context)
+        state = graphed(model, state) if is_recorded else state
+        for number, step in enumerate(itertools.islice(loader(config).steps(), 3)):
+            assert {batch.source is None for batch in step.batches} == {False, True}
+            train_step(state, step.batches, number).read()
+        results.append([x.clone() for x in model.state_dict().values()])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_manifests_need_no_shares(make_with_text, tones, pairs, tmp_path):
     paths = (f"{tones}/train.jsonl", f"{pairs}/pairs.jsonl")
     assert run(make_with_text(data={"mix": None, "train": paths}, training={"max_steps": 3})) == 0
     assert not (tmp_path / "run" / "blend.json").exists()
@@ -226,6 +245,34 @@ def test_a_model_without_text_encoder_gets_one(make_with_text, make_config, pair
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert {name.split(".")[0] for name in after.keys() - before.keys()} == {"text_encoder"}
+
+
+NAMED = ExpertsConfig(count=2, route="language", names=("de", "en"))
+
+
+@pytest.mark.parametrize("experts", [ExpertsConfig(), ExpertsConfig(top_k=2), NAMED], ids=str)
+def test_experts_begin_as_copies_of_a_dense_model(experts, make_with_text, tmp_path):
+    config = resolve_config(make_with_text(), None)
+    tokenizer, cpu = find_tokenizer(config, None), torch.device("cpu")
+    dense = build.build_model(config, tokenizer.vocab_size, None, cpu).eval()
+    save_model(tmp_path / "dense", dense, tokenizer)
+    stacks = {
+        name: replace(getattr(config.model, name), experts=experts)
+        for name in ("encoder", "text_encoder", "decoder")
+    }
+    data = replace(config.data, tokenizer="" if experts.is_learned else config.data.tokenizer)
+    model = replace(config.model, **stacks)
+    config = replace(config, model=model, data=data, init_from=str(tmp_path / "dense"))
+    upcycled = build.build_model(config, tokenizer.vocab_size, None, cpu).eval()
+    assert upcycled.decoder.layers[0].mlp.linear1.weight.ndim == 3
+    steps = itertools.islice(loader(config).steps(), 6)
+    batches = {batch.source is None: batch for step in steps for batch in step.batches}
+    assert len(batches) == 2
+    for batch in batches.values():
+        expected, actual = dense(batch), upcycled(batch)
+        for name in ("cross_entropy", "ctc"):
+            item, other = getattr(actual, name), getattr(expected, name)
+            torch.testing.assert_close(item, other, rtol=2e-3, atol=1e-4)
 
 
 SEED = 3

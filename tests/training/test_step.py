@@ -175,6 +175,8 @@ GATED = LossConfig(
     ctc_weight_before=0.5,
     guided_weight=2.0,
     guided_after_ctc=1.0,
+    consistency_weight=3.0,
+    consistency_after_ctc=2.0,
 )
 
 
@@ -228,7 +230,8 @@ def test_the_transducer_shares_with_cross_entropy_what_ctc_leaves():
 
 
 def total(objective: Objective) -> float:
-    return objective.weigh(losses(1.0, 10.0, 100.0), torch.ones(2))["loss"].item()
+    sums = losses(1.0, 10.0, 100.0, consistency=1000.0)
+    return objective.weigh(sums, torch.ones(2))["loss"].item()
 
 
 def test_a_penalty_that_need_not_wait_any_more_is_on_at_once():
@@ -254,8 +257,9 @@ def test_the_penalty_and_masks_wait_for_ctc_and_then_stay():
         resumed = Objective(GATED, CPU, masks_after_ctc=2.0)
         resumed.load_state_dict(objective.state_dict())
         assert resumed.masks_on == objective.masks_on
+        assert resumed.consistency_on == objective.consistency_on == objective.masks_on
     assert observed == 80
-    assert total(objective) == pytest.approx(0.7 * 1 + 0.3 * 10 + 2 * 100)
+    assert total(objective) == pytest.approx(0.7 * 1 + 0.3 * 10 + 2 * 100 + 3 * 1000)
     for _ in range(200):
         objective.observe(torch.tensor(9.0), YES)
     assert objective.guided_on
@@ -271,6 +275,7 @@ def test_the_penalty_and_masks_wait_for_ctc_and_then_stay():
         ({"transducer_weight": -0.1}, "`transducer_weight` must lie between 0 and 1, but is -0.1"),
         ({"ctc_weight_before": 0.5}, "needs `guided_after_ctc`"),
         ({"guided_after_ctc": 1.0, "ctc_weight": 0.0}, "needs a `ctc_weight` above 0"),
+        ({"consistency_after_ctc": 1.0, "ctc_weight": 0.0}, "needs a `ctc_weight` above 0"),
         ({"ctc_weight": 0.3}, "must be numbers here: see `resolve_losses`"),
         ({"transducer_weight": 0.0}, "must be numbers here: see `resolve_losses`"),
     ],

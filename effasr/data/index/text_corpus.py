@@ -32,6 +32,7 @@ from effasr.data.manifest.pairs import TextPair, pairs
 from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
 from effasr.data.prompt import Prompt
+from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget, with_sequences
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import population
@@ -176,7 +177,15 @@ class TextCorpus(BaseCorpus):
         by_request = np.array([number(*request) for request in self._requests], dtype=np.int64)
         return replace(self, _experts=by_request[self._request_ids])
 
-    def plan(self, epoch: int, *, steps: int, micro_batches: int, seed: int) -> EpochPlan:
+    def plan(
+        self,
+        epoch: int,
+        *,
+        steps: int,
+        micro_batches: int,
+        seed: int,
+        cost: CostModel = CANARY_180M_FLASH,
+    ) -> EpochPlan:
         """Plan the text-only micro-batches that go with an epoch of speech, in about ``steps``.
 
         Each source is an endless sequence: an epoch continues where the one before ended.
@@ -197,6 +206,7 @@ class TextCorpus(BaseCorpus):
             micro_batches=micro_batches,
             seed=seed,
             epoch=epoch,
+            cost=cost,
             population=population(self.sources, self.amounts, quotas, seed=seed, epoch=epoch),
         )
 
