@@ -218,7 +218,6 @@ def test_products_add_up_the_gradient_of_their_input(device: torch.device) -> No
                 shared = share(x)
                 y = sum(layer(shared).sum() for layer in model.layers) + others * shared.sum()
                 (gradient,) = torch.autograd.grad(y, x)
-            added = Counter(event.name for event in profiler.events() or [])
-            results.append((gradient, added["aten::addmm"]))
+            results.append((gradient, [event.name for event in profiler.events() or []]))
         assert torch.equal(results[0][0], results[1][0])
-        assert results[1][1] > results[0][1]
+        assert len({names.count("aten::addmm") for _, names in results}) == 2
