@@ -6,7 +6,7 @@
 #include <cstdint>
 
 // To be increased there, in `runtime/cuda.py`, and here with every change of the structure.
-#define EFFASR_CUDA_INTERFACE 1
+#define EFFASR_CUDA_INTERFACE 2
 
 namespace effasr {
 
@@ -21,19 +21,21 @@ struct AttentionCall {
   float *lse;                                    // (H, T_q), to base 2
   // Of the backward; contiguous where nothing else is said.
   const uint16_t *grad_out;                      // (T_q, H, D)
-  uint16_t *by_content, *by_position;            // queries plus one of the biases, (T_q, H, D)
-  float *delta;                                  // (H, T_q), sums of out * grad_out
+  float *norms;                                  // (chunks of keys, H, T_q, 2): lse, sums of out * grad_out
+  float *grad_q_parts;                           // (chunks of keys, T_q, H, D), to be summed
   uint16_t *grad_q, *grad_k, *grad_v;            // rows are contiguous, heads adjacent
   uint16_t *grad_table;                          // (2 reach - 1, H, D)
-  // By blocks, to be summed: (tiles of queries, then of keys; content and position; H, D), and (diagonals,
-  // splits, H, 128, D).
+  // To be summed: (tiles of queries, then splits; content and position; H, D), and (splits, H, blocks of
+  // distances, 64, D), of which each split has the blocks that `extents` says, (splits, 2).
   float *grad_biases, *grad_distances;
-  int64_t q_row, k_row, v_row, table_row, grad_q_row, grad_k_row, q_head, k_head, v_head, table_head;
+  int32_t *extents;
+  int32_t q_row, k_row, v_row, table_row, grad_q_row, grad_k_row, q_head, k_head, v_head, table_head;
   int32_t heads, rows_q, sequences, reach;
   int32_t left, right, chunk;  // `Context.bounds`; at most 2 ** 29 each
   int32_t dropped;             // of 256 weights
   int32_t tiles_q;             // blocks of the queries' gradient
-  int32_t splits, diagonals;   // of the table's gradient; an odd number of diagonals
+  int32_t splits;              // blocks for a head that go through tiles of keys
+  int32_t blocks;              // of 64 distances, half of them below 0
   float scale;                 // of scores, above 0
 };
 

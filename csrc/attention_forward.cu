@@ -14,7 +14,7 @@ constexpr int kThreads = 128;
 // Queries of a warp plus a bias, rounded once; zeros past the sequence.
 template <class T, int D>
 __device__ void load_queries(
-    Held<D>& held, const uint16_t* q, int64_t stride, int rows, const uint16_t* bias) {
+    Held<D>& held, const uint16_t* q, int stride, int rows, const uint16_t* bias) {
 #pragma unroll
   for (int k = 0; k < D / 16; ++k)
 #pragma unroll
@@ -37,25 +37,27 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   // The tail is number `sequences`, without keys.
   const int keys = sequence < p.sequences ? p.cu_seqlens_k[sequence + 1] - static_cast<int>(first_k) : 0;
   const int head = blockIdx.y, first_row = start + 16 * warp(), g = lane() / 4, pair = 2 * (lane() % 4);
-  const uint32_t table_tiles = shared_address(shared), key_tile = table_tiles + 2 * kTileBytes<D>;
-  const uint32_t value_tile = key_tile + kTileBytes<D>;
+  // Two tiles of the table are first.
+  constexpr int kKeyTile = 2 * kTileBytes<D>, kValueTile = 3 * kTileBytes<D>;
+  const uint32_t tiles = shared_address(shared);
+  const Places<D> at(tiles);
   float* ring = reinterpret_cast<float*>(shared + 4 * kTileBytes<D>) + warp() * 16 * kPitch<kRows>;
 
   Held<D> by_content, by_position;
-  const uint16_t* q = p.q + (first_q + first_row) * p.q_row + head * p.q_head;
+  const uint16_t* q = p.q + (first_q + first_row) * p.q_row + int64_t{head} * p.q_head;
   load_queries<T, D>(by_content, q, p.q_row, length - first_row, p.content_bias + head * D);
   load_queries<T, D>(by_position, q, p.q_row, length - first_row, p.position_bias + head * D);
 
   const Range seen[2] = {{p, first_row + g, keys}, {p, first_row + g + 8, keys}};
   const Range of_first(p, start, keys), of_last(p, min(start + kRows, length) - 1, keys);
   const int begin = of_first.first / kRows * kRows, end = of_last.end;
-  const uint16_t* k = p.k + first_k * p.k_row + head * p.k_head;
-  const uint16_t* v = p.v + first_k * p.v_row + head * p.v_head;
-  const uint16_t* table = p.table + head * p.table_head;
+  const uint16_t* k = p.k + first_k * p.k_row + int64_t{head} * p.k_head;
+  const uint16_t* v = p.v + first_k * p.v_row + int64_t{head} * p.v_head;
+  const uint16_t* table = p.table + int64_t{head} * p.table_head;
   // The table's row of the largest distance of these queries and the first keys.
   const int largest_distance = p.reach - 1 + start + kRows - 1 - begin;
   const auto copy_table = [&](int block) {
-    const uint32_t to = table_tiles + block % 2 * kTileBytes<D>;
+    const uint32_t to = tiles + block % 2 * kTileBytes<D>;
     copy_rows<D, kThreads, -1>(to, table, p.table_row, largest_distance - block * kRows, 2 * p.reach - 1);
   };
   const int64_t seed = p.dropped ? *p.seed : 0;
@@ -65,25 +67,25 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   if (begin < end) {
     copy_table(0);
     copy_table(1);
-    copy_rows<D, kThreads>(key_tile, k, p.k_row, begin, keys);
+    copy_rows<D, kThreads>(tiles + kKeyTile, k, p.k_row, begin, keys);
     commit_copies();
   }
   for (int key = begin, step = 0; key < end; key += kRows, ++step) {
     wait_for_copies<0>();
     __syncthreads();
     // All warps have multiplied the last values.
-    copy_rows<D, kThreads>(value_tile, v, p.v_row, key, keys);
+    copy_rows<D, kThreads>(tiles + kValueTile, v, p.v_row, key, keys);
     commit_copies();
     float scores[8][4];
     const int row = step % 2 * kRows + 48 - 16 * warp();
-    write_scores<T, D, kRows>(ring, by_position, table_tiles, row, step == 0);
+    write_scores<T, D, kRows>(ring, by_position, at, 0, row, step == 0);
     read_scores<kRows>(scores, ring);
-    multiply_rows<T, D, 4>(scores, by_content, key_tile, 0);
+    multiply_rows<T, D, 4>(scores, by_content, at, kKeyTile, 0);
     __syncthreads();
     keep_scores(ring);
     if (key + kRows < end) {
       copy_table(step + 2);
-      copy_rows<D, kThreads>(key_tile, k, p.k_row, key + kRows, keys);
+      copy_rows<D, kThreads>(tiles + kKeyTile, k, p.k_row, key + kRows, keys);
     }
     commit_copies();
 
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
     for (int n = 0; n < 4; ++n) {
       uint32_t weights[4];
       as_operand<T>(weights, scores[2 * n], scores[2 * n + 1]);
-      multiply_columns<T, D>(out, weights, value_tile, 16 * n);
+      multiply_columns<T, D>(out, weights, at, kValueTile, 16 * n);
     }
   }
 
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   }
   // Only this warp reads its ring.
   store_rows<T, D>(
-      p.out + ((first_q + first_row) * p.heads + head) * D, int64_t{p.heads} * D, length - first_row, out,
+      p.out + ((first_q + first_row) * p.heads + head) * D, p.heads * D, length - first_row, out,
       inverse, reinterpret_cast<unsigned char*>(ring));
 }
 

@@ -25,7 +25,8 @@ constexpr int kPitch = kKeys + kKept + 8;
 struct Range {
   int first, end;
   __device__ Range(const AttentionCall& p, int query, int keys) {
-    const int chunk = query / p.chunk * p.chunk;
+    // Most often there are no chunks, and the division takes 20 instructions.
+    const int chunk = p.chunk == 1 ? query : query / p.chunk * p.chunk;
     first = max(chunk - p.left, 0), end = min(chunk + p.chunk + p.right, keys);
   }
   __device__ bool holds(int key) const { return key >= first && key < end; }
@@ -40,12 +41,13 @@ struct Seers {
   }
 };
 
-// Writes scores by position of 16 N distances to the ring, from the x-th on. `table` holds 128 rows in a ring, by
-// falling distance; `row` is that of the largest distance of the warp's queries and these keys, a multiple of 16.
+// Writes scores by position of 16 N distances to the ring, from the x-th on. The tiles at `table` hold 128 rows in a
+// ring, by falling distance; `row` is that of the largest distance of the warp's queries and these keys, a multiple of 16.
 template <class T, int D, int N, int kKeys, class Left>
-__device__ void write_scores_from(float* ring, const Left& queries, uint32_t table, int row, int x) {
+__device__ void write_scores_from(
+    float* ring, const Left& queries, const Places<D>& at, int table, int row, int x) {
   float sums[2 * N][4] = {};
-  multiply_rows<T, D, N>(sums, queries, table, row + x);
+  multiply_rows<T, D, N>(sums, queries, at, table, row + x);
 #pragma unroll
   for (int n = 0; n < 2 * N; ++n)
 #pragma unroll
@@ -58,11 +60,12 @@ __device__ void write_scores_from(float* ring, const Left& queries, uint32_t tab
 
 // The scores by position of the next 32 or 64 keys; of the first ones all distances are new.
 template <class T, int D, int kKeys, class Left>
-__device__ void write_scores(float* ring, const Left& queries, uint32_t table, int row, bool is_first) {
-  if (is_first) write_scores_from<T, D, 1, kKeys>(ring, queries, table, row, 0);
+__device__ void write_scores(
+    float* ring, const Left& queries, const Places<D>& at, int table, int row, bool is_first) {
+  if (is_first) write_scores_from<T, D, 1, kKeys>(ring, queries, at, table, row, 0);
 #pragma unroll
   for (int x = kKept; x < kKept + kKeys; x += 32)
-    write_scores_from<T, D, 2, kKeys>(ring, queries, table, row, x);
+    write_scores_from<T, D, 2, kKeys>(ring, queries, at, table, row, x);
   __syncwarp();
 }
 

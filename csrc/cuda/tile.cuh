@@ -25,63 +25,78 @@ __device__ int place(int row, int word) {
 // Begins to copy 64 rows, all threads of the block together: row i is row first + kStep i of a matrix in
 // global memory that has rows from 0 to end - 1; of others it is zero.
 template <int D, int kThreads, int kStep = 1>
-__device__ void copy_rows(uint32_t tile, const uint16_t* matrix, int64_t stride, int first, int end) {
-  constexpr int kWords = D / 8;
-  // Unrolled, its addresses would take registers of the loops around it.
-#pragma unroll 1
-  for (int i = 0; i < kRows * kWords / kThreads; ++i) {
-    const int x = i * kThreads + threadIdx.x, row = x / kWords, word = x % kWords;
-    const int source = first + kStep * row;
-    const bool exists = static_cast<uint32_t>(source) < static_cast<uint32_t>(end);
-    copy_or_zero(tile + place<D>(row, word), matrix + (exists ? source * stride : 0) + word * 8, exists);
-  }
+__device__ void copy_rows(uint32_t tile, const uint16_t* matrix, int stride, int first, int end) {
+  // A multiple of 8, so that a thread's words have one place in their rows.
+  constexpr int kWords = D / 8, kApart = kThreads / kWords;
+  const int row = threadIdx.x / kWords, word = threadIdx.x % kWords;
+  const uint16_t* from = matrix + int64_t{first + kStep * row} * stride + word * 8;
+  tile += place<D>(row, word);
+#pragma unroll
+  for (int i = 0; i < kRows; i += kApart, from += kStep * kApart * stride)
+    copy_or_zero(tile + i * D * 2, from, static_cast<uint32_t>(first + kStep * (row + i)) < static_cast<uint32_t>(end));
 }
+
+// Where in a tile a lane finds its rows of 8 x 8 matrices: of 16 rows and 16 columns, two below each other first,
+// or two beside each other first. The tile is `offset` bytes behind the beginning of shared memory. All tiles
+// share these few registers.
+template <int D>
+struct Places {
+  uint32_t below[4], beside[4];
+  explicit __device__ Places(uint32_t shared) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      beside[k] = shared + place<D>(lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2);
+      below[k] = shared + place<D>(lane() % 16, 2 * k + lane() / 16);
+    }
+  }
+};
 
 // The left operands of products: 16 rows of a warp, in registers or in a tile.
 template <int D>
 struct Held {
   uint32_t numbers[D / 16][4];
-  __device__ void fragment(uint32_t (&x)[4], int k) const {
+  __device__ void fragment(uint32_t (&x)[4], const Places<D>&, int k) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = numbers[k][i];
   }
 };
 template <int D>
 struct Stored {
-  uint32_t tile;
-  int row;
-  __device__ void fragment(uint32_t (&x)[4], int k) const {
-    load_matrices<false>(x, tile + row * (2 * D) + place<D>(lane() % 16, 2 * k + lane() / 16));
+  int tile, row;
+  __device__ void fragment(uint32_t (&x)[4], const Places<D>& at, int k) const {
+    load_matrices<false>(x, at.below[k % 4] + (tile + row * (2 * D)) + k / 4 * 128);
   }
 };
 
 // sums += a b^T for 16 N rows of a tile from `row` on, a multiple of 16, all D columns. Behind row 127 comes row 0,
 // for what two tiles hold as a ring.
 template <class T, int D, int N, class Left>
-__device__ void multiply_rows(float (&sums)[2 * N][4], const Left& a, uint32_t tile, int row) {
-  const int at = lane() / 16 * 8 + lane() % 8, half = lane() / 8 % 2;
+__device__ void multiply_rows(float (&sums)[2 * N][4], const Left& a, const Places<D>& at, int tile, int row) {
 #pragma unroll
   for (int k = 0; k < D / 16; ++k) {
     uint32_t left[4];
-    a.fragment(left, k);
+    a.fragment(left, at, k);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       uint32_t right[4];
-      load_matrices<false>(right, tile + (row + 16 * n) % 128 * (2 * D) + place<D>(at, 2 * k + half));
+      load_matrices<false>(right, at.beside[k % 4] + (tile + ((row + 16 * n) & 127) * (2 * D)) + k / 4 * 128);
       T::multiply(sums[2 * n], left, right[0], right[1]);
       T::multiply(sums[2 * n + 1], left, right[2], right[3]);
     }
   }
 }
 
-// sums += a b for 16 rows of a tile from `row` on, a multiple of 16, which are 16 columns of a, in registers.
-template <class T, int D>
-__device__ void multiply_columns(float (&sums)[D / 8][4], const uint32_t (&a)[4], uint32_t tile, int row) {
-  const int at = lane() % 16, half = lane() / 16;
+// sums += a b for 16 rows of a tile from `row` on, a multiple of 16, which are 16 columns of a, in registers, and
+// 16 N of the tile's columns: all, or half of them, the first or the second.
+template <class T, int D, int N = D / 16>
+__device__ void multiply_columns(
+    float (&sums)[2 * N][4], const uint32_t (&a)[4], const Places<D>& at, int tile, int row, int half = 0) {
 #pragma unroll
-  for (int n = 0; n < D / 16; ++n) {
+  for (int n = 0; n < N; ++n) {
     uint32_t right[4];
-    load_matrices<true>(right, tile + row * (2 * D) + place<D>(at, 2 * n + half));
+    // Of 64 columns half are two places, of 128 they are 128 bytes.
+    const uint32_t place = D == 64 && N == 2 ? (half ? at.below[n + 2] : at.below[n]) : at.below[n % 4] + half * 128;
+    load_matrices<true>(right, place + (tile + row * (2 * D)) + n / 4 * 128);
     T::multiply(sums[2 * n], a, right[0], right[1]);
     T::multiply(sums[2 * n + 1], a, right[2], right[3]);
   }
@@ -98,7 +113,7 @@ __device__ void as_operand(uint32_t (&a)[4], const float (&low)[4], const float 
 // in shared memory, so that whole words of 16 bytes go to global memory.
 template <class T, int D>
 __device__ void store_rows(
-    uint16_t* to, int64_t stride, int rows, const float (&x)[D / 8][4], const float (&factor)[2],
+    uint16_t* to, int stride, int rows, const float (&x)[D / 8][4], const float (&factor)[2],
     unsigned char* tile) {
   const int row = lane() / 4;
 #pragma unroll
@@ -113,7 +128,7 @@ __device__ void store_rows(
   for (int i = 0; i < D / 16; ++i) {
     const int at = (i * 32 + lane()) / (D / 8), word = (i * 32 + lane()) % (D / 8);
     if (at < rows)
-      *reinterpret_cast<uint4*>(to + at * stride + word * 8) =
+      *reinterpret_cast<uint4*>(to + int64_t{at} * stride + word * 8) =
           *reinterpret_cast<const uint4*>(tile + place<D>(at, word));
   }
   __syncwarp();

@@ -14,15 +14,22 @@ struct BFloat16 {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
   }
+  // Sums of pairs, rounded once.
+  static __device__ uint32_t add(uint32_t a, uint32_t b) {
+    uint32_t pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(0x3f803f80), "r"(b));
+    return pair;
+  }
   static __device__ float2 unpack(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   }
   // sums += a b, of 16 x 16 and 16 x 8 numbers.
   static __device__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%10, %11, %12, %13};"
+        : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(sums[0]), "f"(sums[1]), "f"(sums[2]),
+          "f"(sums[3]));
   }
 };
 
@@ -30,6 +37,11 @@ struct Float16 {
   static __device__ uint32_t pack(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  static __device__ uint32_t add(uint32_t a, uint32_t b) {
+    uint32_t pair;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(0x3c003c00), "r"(b));
     return pair;
   }
   static __device__ float2 unpack(uint32_t pair) {
@@ -41,9 +53,10 @@ struct Float16 {
   }
   static __device__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        "{%10, %11, %12, %13};"
+        : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(sums[0]), "f"(sums[1]), "f"(sums[2]),
+          "f"(sums[3]));
   }
 };
 
@@ -84,6 +97,10 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <int kPending>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ inline void store_word(uint32_t to, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 // Four 8 x 8 matrices from shared memory, of which each lane gives the address of a row.

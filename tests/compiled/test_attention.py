@@ -305,11 +305,11 @@ def test_no_kernel_of_nvcc_spills(architecture: str, source: str, tmp_path: Path
     )
     stack = [int(x) for x in re.findall(r"(\d+) bytes stack frame", text)]
     registers = [int(x) for x in re.findall(r"Used (\d+) registers", text)]
-    assert len(set(names)) == len(stack) == len(registers) == (4 if "forward" in source else 20)
+    assert len(set(names)) == len(stack) == len(registers) == (4 if "forward" in source else 12)
     assert not any(stack), dict(zip(names, stack, strict=True))
     for (name, _, width), count in zip(names, registers, strict=True):
         # Blocks that shared memory lets a multiprocessor have, of 128 and of 256 threads.
         if name == "attention_forward":
             assert count <= (168 if width == "64" else 255)
-        elif width == "64" and architecture != "80":
-            assert count <= 128
+        elif name != "attention_backward_pairs":
+            assert count <= 64

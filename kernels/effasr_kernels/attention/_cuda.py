@@ -22,34 +22,37 @@ from effasr_kernels.shared.joined import empty_gradients
 from effasr_kernels.shared.partial_sums import summed
 
 _BLOCK, _WIDTHS = 64, (64, 128)
-_RINGS = {"forward": 4 * 16 * 88 * 4, "backward": 8 * 16 * 56 * 4}
-"""Bytes of the rings of scores by distance, of all warps; `kPitch` in csrc/cuda/scores.cuh."""
-_PROGRAMS = 528
-"""Target number of programs for the gradient of the table: four for each multiprocessor of an H200,
-whatever the GPU has, as sums depend on it."""
+_RINGS = {"forward": 4 * 16 * 88 * 4, "backward": 8 * 16 * 56 * 4 + 4 * 16 * 88 * 2 + 16 + 256 * 8}
+"""Bytes of shared memory beside tiles: scores and their gradients by distance (`kPitch` in
+csrc/cuda/scores.cuh, `kBandBytes` in csrc/cuda/gradients.cuh), and 8 for each thread."""
+_CHUNK = 512
+"""`kChunk` in csrc/attention_backward.cu."""
+_PROGRAMS = 132
+"""Target number of programs that go through tiles of keys: one for each multiprocessor of an H200,
+whatever the GPU has, as sums depend on it. Each has a part of the table's gradient."""
 _MATRICES = "q", "k", "v", "table"
 _POINTERS = (
     *(*_MATRICES, "content_bias", "position_bias", "cu_seqlens_q", "cu_seqlens_k", "tiles", "seed"),
-    *("out", "lse", "grad_out", "by_content", "by_position", "delta", "grad_q", "grad_k", "grad_v"),
-    *("grad_table", "grad_biases", "grad_distances"),
+    *("out", "lse", "grad_out", "norms", "grad_q_parts", "grad_q", "grad_k", "grad_v"),
+    *("grad_table", "grad_biases", "grad_distances", "extents"),
 )
-_QUERIES, _BIASES = ("by_content", "by_position", "grad_out"), ("content_bias", "position_bias")
+_BIASES = "content_bias", "position_bias"
 _OFFSETS = "cu_seqlens_q", "cu_seqlens_k", "tiles", "seed"
-_PAIRS = *("k", "v", "table", *_QUERIES, "lse", "delta"), *_OFFSETS
 _OF_KERNEL = {
     "forward": (*_MATRICES, *_BIASES, *_OFFSETS, "out", "lse"),
-    "backward_rows": ("q", *_BIASES, "out", *_QUERIES, "delta"),
-    "backward_keys": (*_PAIRS, "grad_k", "grad_v", "grad_biases"),
-    "backward_queries": (*_PAIRS, "grad_q", "grad_biases"),
-    "backward_distances": (*_PAIRS, "grad_distances"),
-    "backward_table": ("grad_distances", "grad_table"),
+    "backward_pairs": (
+        *(*_MATRICES, *_BIASES, *_OFFSETS, "out", "lse", "grad_out", "norms", "grad_q_parts"),
+        *("grad_k", "grad_v", "grad_biases", "grad_distances", "extents"),
+    ),
+    "backward_queries": ("cu_seqlens_k", "tiles", "grad_q_parts", "grad_q", "grad_biases"),
+    "backward_table": ("grad_distances", "extents", "grad_table"),
 }
 """What each kernel reads and writes; other pointers are null."""
 _ROWS = *_MATRICES, "grad_q", "grad_k"
 """What has a stride of rows; of `_MATRICES`, heads have one, too."""
 _INTEGERS = (
     *("heads", "rows_q", "sequences", "reach", "left", "right", "chunk", "dropped"),
-    *("tiles_q", "splits", "diagonals"),
+    *("tiles_q", "splits", "blocks"),
 )
 
 
@@ -58,8 +61,8 @@ class _Structure(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((f"{name}_row", ctypes.c_int64) for name in _ROWS),
-        *((f"{name}_head", ctypes.c_int64) for name in _MATRICES),
+        *((f"{name}_row", ctypes.c_int32) for name in _ROWS),
+        *((f"{name}_head", ctypes.c_int32) for name in _MATRICES),
         *((name, ctypes.c_int32) for name in _INTEGERS),
         ("scale", ctypes.c_float),
     )
@@ -104,26 +107,26 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
         grad_q, (grad_k, grad_v) = a.q.new_empty(a.q.shape), empty_gradients(a.k, a.v)
     tiles_q, tiles_k = (tile_programs(layout, _BLOCK) for layout in (a.layout_q, a.layout_k))
     bound = max(a.layout_q.max_seqlen_bound, a.layout_k.max_seqlen_bound)
-    # The tiles of keys before and behind one of queries that have distances of the table.
-    diagonals = 2 * ceil_div(min(bound, table.shape[0] // 2 + 1), _BLOCK) + 1
-    splits = max(1, min(_PROGRAMS // (diagonals * heads), rows // _BLOCK))
+    # Blocks of 64 distances: those of the table, and one more below 0.
+    blocks = 2 * (ceil_div(min(bound, table.shape[0] // 2 + 1), _BLOCK) + 1)
+    splits = min(max(_PROGRAMS // heads, 1), tiles_k)
+    chunks = ceil_div(a.layout_k.max_seqlen_bound, _CHUNK)
     wide = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
-    biases = wide(tiles_q + tiles_k, 2, heads, width)
+    biases = wide(tiles_q + splits, 2, heads, width)
     tensors = {
-        **{"out": results[0], "lse": lse, "grad_out": grads[0], "delta": torch.empty_like(lse)},
-        **{name: a.q.new_empty(a.q.shape) for name in ("by_content", "by_position")},
+        **{"out": results[0], "lse": lse, "grad_out": grads[0], "norms": wide(chunks, heads, rows, 2)},
         **{"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v, "grad_biases": biases},
         "grad_table": table.new_empty(table.shape),
-        "grad_distances": wide(diagonals, splits, heads, 2 * _BLOCK, width),
+        "grad_q_parts": wide(chunks, *a.q.shape),
+        "grad_distances": wide(splits, heads, blocks, _BLOCK, width),
+        "extents": torch.empty(splits, 2, dtype=torch.int32, device=a.q.device),
     }
-    call = _Call(a, tensors, tiles_q=tiles_q, splits=splits, diagonals=diagonals)
+    call = _Call(a, tensors, tiles_q=tiles_q, splits=splits, blocks=blocks)
     is_same = a.layout_k.cu_seqlens is a.layout_q.cu_seqlens
     by_key = by_query if is_same else tile_table(a.layout_k, _BLOCK)
-    call.launch("backward_rows", ceil_div(rows, 1024 // width))
-    call.launch("backward_keys", tiles_k, 7, tiles=by_key)
-    call.launch("backward_queries", tiles_q, 7, tiles=by_query)
-    call.launch("backward_distances", splits * diagonals, 7, tiles=by_query)
-    call.launch("backward_table", ceil_div(table.shape[0], 256 // width))
+    call.launch("backward_pairs", splits, 7, tiles=by_key)
+    call.launch("backward_queries", tiles_q, tiles=by_query)
+    call.launch("backward_table", 2 * ceil_div(table.shape[0] // 2 + 1, _BLOCK))
     by_content, by_position = summed(biases, a.q.dtype)
     return {
         **{"q": grad_q, "k": grad_k, "v": grad_v, "position_table": tensors["grad_table"]},
@@ -179,5 +182,6 @@ class _Call:
 def _aligned(x: Tensor) -> Tensor:
     """The tensor, or a copy, with rows that are contiguous and begin at multiples of 16 bytes."""
     *strides, unit = x.stride()
-    whole = unit == 1 and not any(n % 8 for n in strides) and x.data_ptr() % 16 == 0
+    fits = not any(n % 8 or n >= 2**31 for n in strides)
+    whole = unit == 1 and fits and x.data_ptr() % 16 == 0
     return x if whole else x.clone(memory_format=torch.contiguous_format)
