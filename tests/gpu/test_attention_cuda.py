@@ -11,7 +11,7 @@ from effasr_kernels import BackendUnavailable, Context, RelativeBias, attention
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import cuda
 from tests.gpu.conftest import EMULATED, INTERPRETED
-from tests.support.conformance import CaseFor, check_kernel, check_values
+from tests.support.conformance import CaseFor, Variation, check_compiler, check_kernel, check_values
 from tests.support.operation_cases import attention as cases
 from tests.support.philox import PhiloxDropout
 
@@ -68,7 +68,7 @@ _MORE_VALUES = [
     (BFLOAT16, (130, 64), {"width": 128, "context": Context(70, 0, 14), "tables": True}),
     (BFLOAT16, (129, 1), {"width": 128, "dropout": 0.1, "seed": 1, "causal": True}),
     (FLOAT16, (5, 70, 0, 2, 1), {"lengths_k": (140, 3, 4, 0, 1), "width": 128}),
-    (BFLOAT16, (300,), {"context": Context(None, 0, 10)}),
+    (BFLOAT16, (600, 3), {"context": Context(None, 0, 10)}),
     (BFLOAT16, (1,), {}),
     (BFLOAT16, (64, 128), {"context": Context(33, 2, 1), "scale": 0.01}),
 ]
@@ -82,6 +82,11 @@ def test_values(
     number: torch.dtype, sizes: tuple[int, ...], options: dict[str, Any], device: torch.device
 ) -> None:
     check_values(_case(sizes, **options), number, device, "cuda", tail=5)
+
+
+def test_compiled(device: torch.device) -> None:
+    case = _case((3, 0, 5), dropout=0.25, seed=7)("cuda")
+    check_compiler(case, Variation(dtype=BFLOAT16, device=device))
 
 
 @pytest.mark.parametrize(

@@ -283,11 +283,11 @@ def check_dispatcher(case: Case) -> None:
     _assert_same(evaluate(case, Variation(), _counted), plain)
 
 
-def check_compiler(case: Case) -> None:
+def check_compiler(case: Case, base: Variation = _PLAIN) -> None:
     """Check that torch.compile traces the call without a graph break, with the same results."""
     torch._dynamo.reset()
     compile_whole = lambda run: torch.compile(run, fullgraph=True, backend="aot_eager")
-    variation = Variation(tail=3, extra=1)
+    variation = replace(base, tail=3, extra=1)
     _assert_same(evaluate(case, variation, compile_whole), evaluate(case, variation))
 
 

@@ -182,6 +182,6 @@ class _Call:
 def _aligned(x: Tensor) -> Tensor:
     """The tensor, or a copy, with rows that are contiguous and begin at multiples of 16 bytes."""
     *strides, unit = x.stride()
-    fits = not any(n % 8 or n >= 2**31 for n in strides)
+    fits = not any(n % 8 or n >= 2**25 for n in strides)
     whole = unit == 1 and fits and x.data_ptr() % 16 == 0
     return x if whole else x.clone(memory_format=torch.contiguous_format)
