@@ -114,10 +114,10 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
     wide = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
     biases = wide(tiles_q + splits, 2, heads, width)
     tensors = {
-        **{"out": results[0], "lse": lse, "grad_out": grads[0], "norms": wide(chunks, heads, rows, 2)},
+        **{"out": results[0], "lse": lse, "grad_out": grads[0]},
         **{"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v, "grad_biases": biases},
         "grad_table": table.new_empty(table.shape),
-        "grad_q_parts": wide(chunks, *a.q.shape),
+        **{"norms": wide(chunks, heads, rows, 2), "grad_q_parts": wide(chunks, *a.q.shape)},
         "grad_distances": wide(splits, heads, blocks, _BLOCK, width),
         "extents": torch.empty(splits, 2, dtype=torch.int32, device=a.q.device),
     }
