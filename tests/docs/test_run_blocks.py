@@ -125,9 +125,8 @@ def trained(tmp_path_factory):
     write_language_models(folder)
     write_calls(folder)
     write_tone(folder / "talk.wav")
-    write_manifest(folder, "talk", 8)
     (folder / "talks").mkdir()
-    for line in read_lines(folder / "talk.jsonl"):
+    for line in read_lines(folder / "train.jsonl"):
         audio = folder / line["audio_filepath"]
         (folder / "talks" / audio.name).write_bytes(audio.read_bytes())
         (folder / "talks" / f"{audio.stem}.txt").write_text(line["text"])
