@@ -359,7 +359,9 @@ def prefetch(parts: Iterable[tuple[str, int, int] | str]) -> None:
         with suppress(OSError, ValueError):
             ensure(part) if isinstance(part, str) else read_range(*part)
 
-    remote = [p for p in dict.fromkeys(parts) if url_of(p if isinstance(p, str) else p[0])]
+    root = f"{cache_folder()}/files/"
+    paths = ((part, part if isinstance(part, str) else part[0]) for part in dict.fromkeys(parts))
+    remote = [part for part, path in paths if path.startswith(root)]
     if remote:
         with _pool() as pool:
             list(pool.map(load, remote))

@@ -3,7 +3,6 @@ import pytest
 import soundfile
 from lhotse import CutSet, MonoCut, Recording
 
-from effasr.data.audio.embedded import TarMember
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.prepare import prepare
 from effasr.data.manifest.reader import read
@@ -56,9 +55,3 @@ def test_shards_that_do_not_fit_together(shar):
         path.write_bytes(content) if content else path.unlink()
         with pytest.raises(ValueError, match=message):
             read(shar)
-
-
-def test_places_in_tar_files():
-    member = TarMember("a [1]/x.tar", 512, 30)
-    assert TarMember.parse(str(member)) == member
-    assert TarMember.parse("a.tar") is None

@@ -330,8 +330,10 @@ def test_tables_that_cannot_be_read(tmp_path, monkeypatch):
     assert prepare("train-*.parquet", "pattern").kept.utterances == 3
 
 
-def test_places_in_tables():
-    place = TableRow("a [1]/x.parquet", 512, 3)
+@pytest.mark.parametrize("kind", [TableRow, embedded.TarMember])
+def test_places_in_files(kind):
+    place = kind("a [1]/x.tar", 512, 3)
+    assert embedded.parse(place.path) is None
     assert embedded.parse(str(place)) == place
     assert embedded.from_numbers(place.path, *embedded.to_numbers(place)) == place
     with pytest.raises(AudioError, match="No such file") as caught:
