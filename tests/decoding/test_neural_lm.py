@@ -213,7 +213,8 @@ def test_refusals(folder, tmp_path) -> None:
         load_neural_lm(tmp_path / "empty", V, EOS)
     # As tests/interop/test_language_model.py reads them; here it is one sentence for all.
     sizes = json.loads((folder / "config.json").read_text()) | {"n_embd": 1 << 20}
-    for text, reason in (("{", "not valid JSON"), (json.dumps(sizes), "the sizes of the weights")):
+    texts = {"{": "not valid JSON", json.dumps(sizes): "the sizes of the weights"}
+    for text, reason in (texts | {'{"model_type": "bart"}': "but is 'bart'"}).items():
         (folder / "config.json").write_text(text)
         with pytest.raises(ValueError, match=f"of a causal language model, .*{reason}"):
             load_neural_lm(folder, V, EOS)

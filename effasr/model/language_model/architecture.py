@@ -94,12 +94,15 @@ def model_config(
     mapping = parse_json(architecture, origin)
     kind = mapping.pop("model_type", None) if isinstance(mapping, dict) else None
     supported = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not isinstance(kind, str) or kind not in (*supported, *(() if causal else ENCODER_DECODERS)):
+    is_supported = isinstance(kind, str) and (kind in supported or kind in ENCODER_DECODERS)
+    # Some of them, such as bart, have a causal form as well, which is not the model of the folder.
+    if not is_supported or (causal and kind in ENCODER_DECODERS):
+        others = "" if causal else f", or behind an encoder {', '.join(ENCODER_DECODERS)}"
         raise ValueError(
             f"{origin}: `model_type` must be a causal language model of transformers "
-            f"{transformers.__version__}, such as llama, qwen2, qwen3, gemma or gemma3_text, or "
-            f"behind an encoder {', '.join(ENCODER_DECODERS)}, but is {str(kind)[:60]!r}: models "
-            "that need code of their folder are not supported."
+            f"{transformers.__version__}, such as llama, qwen2, qwen3, gemma or gemma3_text"
+            f"{others}, but is {str(kind)[:60]!r}: models that need code of their folder are not "
+            "supported."
         )
     # Private keys choose implementations, which are ours to choose.
     fields = {key: value for key, value in mapping.items() if not key.startswith("_")}
