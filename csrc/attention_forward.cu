@@ -22,8 +22,7 @@ __device__ void load_queries(
       const int row = lane() / 4 + i % 2 * 8, column = 16 * k + i / 2 * 8 + lane() % 4 * 2;
       uint32_t pair = 0;
       if (row < rows) pair = *reinterpret_cast<const uint32_t*>(q + row * stride + column);
-      const float2 x = T::unpack(pair), b = T::unpack(*reinterpret_cast<const uint32_t*>(bias + column));
-      held.numbers[k][i] = T::pack(x.x + b.x, x.y + b.y);
+      held.numbers[k][i] = T::add(pair, *reinterpret_cast<const uint32_t*>(bias + column));
     }
 }
 
