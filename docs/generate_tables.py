@@ -474,6 +474,33 @@ def small_corpora() -> str:
     return markdown([*titles, "CTC of blind", "CER %"], lines)
 
 
+def optimizers() -> str:
+    """Errors of Muon and AdamW by schedule, at about equal seconds."""
+    lines = []
+    for (name, steps), rows in grouped(read("optimizers"), "configuration", "steps").items():
+        costs = statistics.mean(float(row["cpu_s"]) for row in rows)
+        lines.append([name, steps, f"{costs:.0f}", _errors(rows), str(len(rows))])
+    return markdown(
+        ["optimizer, schedule, recipe", "steps", "core s", "WER % (CTC)", "seeds"], lines
+    )
+
+
+def large_batches() -> str:
+    """Errors of larger batches at equal samples, by rule and strategy."""
+    lines = []
+    table = read("large_batches")
+    for key, rows in grouped(table, "k", "strategy", "ranks", "rule").items():
+        steps = statistics.mean(float(row["steps"]) for row in rows)
+        lines.append([*key, f"{steps:.0f}", _errors(rows), str(len(rows))])
+    return markdown(
+        ["batch", "strategy", "processes", "rate", "updates", "WER % (CTC)", "seeds"], lines
+    )
+
+
+def _errors(rows: Iterable[Row]) -> str:
+    return _of_seeds([float(row["wer"]) for row in rows])
+
+
 def subsampling() -> str:
     """Errors of the recipe `small` by subsampling and vocabulary."""
     lines = []
@@ -602,7 +629,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (
         *(training, padding, what_if, loading, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
-        *(compiled_counts, small_data, subsampling, other_language, whisper_finetuning),
+        *(compiled_counts, small_data, optimizers, large_batches, subsampling),
+        *(other_language, whisper_finetuning),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),
     )
 }

@@ -20,8 +20,8 @@ def shard(
 ) -> FSDPModule:
     """Shard a model's parameters over the ranks, in place; all start with rank 0's weights.
 
-    The layers of every `nn.ModuleList` are all-gathered one at a time, when they are needed, and
-    the rest of the model once per forward, in ``dtype`` or their own. Gradients are averaged in
+    The layers of each outer `nn.ModuleList` are all-gathered one at a time, when they are needed,
+    and the rest of the model once per forward, in ``dtype`` or their own. Gradients are averaged in
     float32.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -30,9 +30,12 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    within: set[nn.Module] = set()
     for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):
+        # The layers of T5 have a list each, of modules that are needed together.
+        if isinstance(module, nn.ModuleList) and module not in within:
             for layer in module:
+                within.update(layer.modules())
                 # A linear layer in a list may never be called: its owner reads its weight.
                 if next(layer.children(), None) is not None:
                     fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -180,7 +180,7 @@ def card_of(name, other, configuration, **fields):
     result = {"utterances": 1, "words": 2, "wer": 0.5, "cer": 0.5, "rtfx": 1.0, "normalizer": other}
     card = model_card.ModelCard(
         name=name, loader="AutoModel", parameters=1, configuration=configuration, license=other,
-        own_tokenizer=True, tested=(model_card.TestedSet(other, result),), **fields,
+        has_tokenizer=True, tested=(model_card.TestedSet(other, result),), **fields,
     )  # fmt: skip
     return front_and_body(card.text())
 

@@ -24,6 +24,7 @@ from effasr.data.collate import Example, TextExample, collate, collate_text
 from effasr.data.config import DataConfig
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.distributed.averager import DelayedConfig, LocalSGDConfig
+from effasr.distributed.fsdp import full_tensor, shard
 from effasr.distributed.grad_sync import DDPGradientSync, FlatGradientSync
 from effasr.distributed.process_group import DistributedContext
 from effasr.distributed.tensor_files import read_whole
@@ -400,6 +401,39 @@ def muon(context: DistributedContext):
     alike(context, uneven_batch, quiet_config(optimizer, clip=0.5), strategies=("ddp",))
 
 
+class Nested(torch.nn.Module):
+    """Layers that have lists of modules, as T5's."""
+
+    def __init__(self, *layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    @classmethod
+    def make(cls) -> torch.nn.Module:
+        part = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        return cls(cls(part(), part()), cls(part(), part()))
+
+
+def lists_in_layers(context: DistributedContext):
+    torch.manual_seed(0)
+    model, x = Nested.make(), torch.randn(3, 4)
+    expected = model(x)
+    expected.sum().backward()
+    sharded = Nested.make()
+    sharded.load_state_dict(model.state_dict())
+    shard(sharded, context)
+    result = sharded(x)
+    torch.testing.assert_close(result, expected)
+    result.sum().backward()
+    for part, whole in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(part.grad), whole.grad)
+
+
 def labels_and_codes(context: DistributedContext):
     """The same codes, masks, labels and counts as in one process."""
     alike(context, untranscribed, pretraining(), strategies=("ddp", "fsdp2"))
@@ -415,7 +449,7 @@ def compiled_pretraining(context: DistributedContext):
 @pytest.mark.parametrize(
     "functions",
     [
-        (strategies, muon),
+        (strategies, muon, lists_in_layers),
         (text, experts),
         (shared_text,),
         (recomputed, partly_frozen_text),
@@ -428,7 +462,7 @@ def compiled_pretraining(context: DistributedContext):
     ],
     ids=lambda functions: functions[0].__name__,
 )
-@pytest.mark.representative(functions=(strategies, muon))
+@pytest.mark.representative(functions=(strategies, muon, lists_in_layers))
 def test_training_on_two_ranks_is_that_of_one_process(functions):
     if "language_model" in functions[0].__name__:
         pytest.importorskip("transformers")
