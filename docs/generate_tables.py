@@ -479,7 +479,7 @@ def optimizers() -> str:
     lines = []
     for (name, steps), rows in grouped(read("optimizers"), "configuration", "steps").items():
         costs = statistics.mean(float(row["cpu_s"]) for row in rows)
-        lines.append([name, steps, f"{costs:.0f}", _errors(rows), str(len(rows))])
+        lines.append([name, steps, f"{costs:.0f}", _wer(rows), str(len(rows))])
     return markdown(
         ["optimizer, schedule, recipe", "steps", "core s", "WER % (CTC)", "seeds"], lines
     )
@@ -491,13 +491,13 @@ def large_batches() -> str:
     table = read("large_batches")
     for key, rows in grouped(table, "k", "strategy", "ranks", "rule").items():
         steps = statistics.mean(float(row["steps"]) for row in rows)
-        lines.append([*key, f"{steps:.0f}", _errors(rows), str(len(rows))])
+        lines.append([*key, f"{steps:.0f}", _wer(rows), str(len(rows))])
     return markdown(
         ["batch", "strategy", "processes", "rate", "updates", "WER % (CTC)", "seeds"], lines
     )
 
 
-def _errors(rows: Iterable[Row]) -> str:
+def _wer(rows: Iterable[Row]) -> str:
     return _of_seeds([float(row["wer"]) for row in rows])
 
 
