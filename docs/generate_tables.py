@@ -477,7 +477,8 @@ def small_corpora() -> str:
 def optimizers() -> str:
     """Errors of Muon and AdamW by schedule, at about equal seconds."""
     lines = []
-    for (name, steps), rows in grouped(read("optimizers"), "configuration", "steps").items():
+    table = read("optimizers", "configuration", "steps", "seed")
+    for (name, steps), rows in grouped(table, "configuration", "steps").items():
         costs = statistics.mean(float(row["cpu_s"]) for row in rows)
         lines.append([name, steps, f"{costs:.0f}", _wer(rows), str(len(rows))])
     return markdown(
