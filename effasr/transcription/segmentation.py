@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.recordings import Request
 from effasr.transcription.word_timestamps import WordGroup, group_times
 
+_log = logging.getLogger(__name__)
+
 _ENDS = re.compile("[.!?\u2026\u3002\uff01\uff1f]['\"\u201d\u2019\u00bb)\\]]*$")
 _MOST_WORDS = 40  # of a sentence, on average: a text with longer ones has no punctuation
 _PAUSE_SECONDS = 0.15  # shortest between utterances: an abbreviation may look like an end
@@ -48,6 +52,10 @@ _DELAY_SECONDS = 0.5
 _HEARD_SHARE = 0.5  # of the tokens of an utterance
 _UNHEARD = -20.0  # score of tokens between chunks
 _CUE_SECONDS = 1.0  # before and after a cue of subtitles, within which its words may be anywhere
+_NUMBER = re.compile(r"(\d+(?:[.,:]\d+)*)((?:st|nd|rd|th|ste|de|er|e)\b)?")  # 3.5, 10:30, 2nd
+_YEAR = re.compile(r"1[1-9]\d\d|20\d\d")
+_ORDINALS = ("de", "en", "fr", "nl")  # with such endings; num2words has their years, too
+_DECIMAL_POINT = frozenset({"am", "bn", "cy", "en", "he", "ja", "kn", "ko", "te", "th"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,7 @@ class Segmenter:
         pieces = tokenizer.pieces()
         self._spaces = [number for number, piece in enumerate(pieces) if piece == "\u2581"]
         self._costs = Costs()
+        self._warned: set[str] = set()
 
     def segments(self, transcript: Transcript) -> list[dict[str, Any]]:
         """Return the rows of a journal of labels; one with a ``reason`` is left out."""
@@ -198,14 +207,32 @@ class Segmenter:
 
     def _encoded(self, word: str, language: str) -> list[int]:
         """Return the tokens of a word as the model writes it, as far as it can."""
+        digits = set(re.findall(r"\d", word))
+        if not all(self._known(self._tokenizer.encode(digit, language)) for digit in digits):
+            word = self._spelled(word, language)
         plain = self._normalize(word)
         tokens: list[int] = []
         for text in (word, plain, plain.upper())[0 if self._punctuation else 1 :]:
             tokens = self._tokenizer.encode(text, language)
             if not self._tokenizer.count_unknown(tokens):
                 break
-        known = (token for token in tokens if not self._tokenizer.count_unknown([token]))
-        return [token for token in known if token not in self._spaces]
+        return self._known(tokens)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        unknown = self._tokenizer.count_unknown
+        return [x for x in tokens if x not in self._spaces and not unknown([x])]
+
+    def _spelled(self, word: str, language: str) -> str:
+        try:
+            return spell_numbers(word, language)
+        except ImportError:
+            remedy = "run `pip install num2words`, and choose another OUT"
+        except (NotImplementedError, LookupError, TypeError):
+            remedy = f"num2words lacks the language {language}: write numbers as words"
+        if remedy not in self._warned:
+            self._warned.add(remedy)
+            _log.warning("the model writes no digits, so that numbers are not aligned: %s", remedy)
+        return word
 
     def _listen(self, transcript: Transcript, classes: list[int], file: Any) -> _Heard:
         """Write the scores of a recording to a file: 2 bytes for each class and frame."""
@@ -235,6 +262,29 @@ class Segmenter:
         shape = file.tell() // between.nbytes, len(between)
         scores = np.memmap(file, dtype=np.float16, mode="r", shape=shape)
         return _Heard(scores, column, np.concatenate(times), speech, seconds)
+
+
+def spell_numbers(word: str, language: str) -> str:
+    """Return a word with its numbers as they are read aloud, for models that write no digits."""
+    from num2words import num2words
+
+    def read(text: str, kind: str = "cardinal") -> str:
+        return num2words(int(text) if text.isdigit() else Decimal(text), lang=language, to=kind)
+
+    def spell(match: re.Match[str]) -> str:
+        number, suffix = match.groups(default="")
+        separator = "," if language in _DECIMAL_POINT else r"\."
+        number = re.sub(rf"{separator}(?=\d{{3}}(?!\d))", "", number)
+        parts = re.split("[.,:]", number)
+        if language in _ORDINALS and number.isdigit() and (suffix or _YEAR.fullmatch(number)):
+            return read(number, "ordinal" if suffix else "year")
+        if len(parts) == 2 and ":" not in number:
+            return read(".".join(parts)) + suffix
+        # Codes are read digit by digit; long numbers, too, which some languages lack.
+        texts = (x for y in parts for x in (y if y[0] == "0" or len(y) > 9 else [y]))
+        return " ".join(map(read, texts)) + suffix
+
+    return _NUMBER.sub(spell, word)
 
 
 @dataclass(frozen=True, slots=True)

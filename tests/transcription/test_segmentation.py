@@ -1,6 +1,8 @@
 """Utterances of long recordings: their ends, what is left out, and damaged inputs."""
 
 import json
+import string
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from effasr import checkpoint
 from effasr.data.manifest.reader import read
 from effasr.data.prompt import Prompt
+from effasr.data.tokenizer import CharacterTokenizer
 from effasr.evaluation.normalizer import basic
 from effasr.transcription.inputs.chunking import Chunk
 from effasr.transcription.segmentation import Segmenter, transcripts
@@ -58,10 +61,25 @@ class Reader:
 
 
 @pytest.fixture
+def letters(tmp_path):
+    pieces = ["<pad>", "|", "<unk>", *string.ascii_lowercase]
+    (tmp_path / "vocab.json").write_text(json.dumps({x: n for n, x in enumerate(pieces)}))
+    return CharacterTokenizer(tmp_path)
+
+
+@pytest.fixture
 def segment(tokenizer, tmp_path):
     """Writes a talk with a text, and returns its segments and the true times of sentences."""
 
-    def run(text, sentences=SENTENCES, suffix=".txt", longest=20.0, as_manifest=False):
+    def run(
+        text,
+        sentences=SENTENCES,
+        suffix=".txt",
+        longest=20.0,
+        as_manifest=False,
+        tokenizer=tokenizer,
+        language="en",
+    ):
         reader = Reader(tokenizer, sentences)
         soundfile.write(tmp_path / "talk.wav", reader.waveform(), RATE)
         source = tmp_path / "talk.wav"
@@ -72,7 +90,7 @@ def segment(tokenizer, tmp_path):
         else:
             source.with_suffix(suffix).write_text(text)
         segmenter = Segmenter(reader, tokenizer, basic, punctuation=False, longest=longest)
-        (transcript,) = transcripts(source, Prompt())
+        (transcript,) = transcripts(source, Prompt(language, language))
         return segmenter.segments(transcript), reader.truth
 
     return run
@@ -144,6 +162,44 @@ def test_times_of_subtitles_choose_between_repetitions(segment, tokenizer, spoke
         assert heard == pytest.approx([start for start, _ in cues], abs=0.06)
     # Times that are wrong altogether do not keep the text from being aligned.
     assert [heard[0], heard[2]] == pytest.approx([cues[0][0], cues[2][0]], abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("language", "spoken", "written"),
+    [
+        (
+            "en",
+            "In nineteen ninety-five. About twenty %. Or zero one.",
+            "In 1995. About 20 %. Or 01.",
+        ),
+        ("en", "six thousand. Is three point five. At ten thirty.", "6,000. Is 3.5. At 10:30."),
+        ("nl", "In negentien honderd tien. zesduizend. drie komma zes.", "In 1910. 6.000. 3,6."),
+        ("nl", "De tweede. Om tien dertig. nul zes.", "De 2e. Om 10:30. 06."),
+    ],
+)
+def test_numbers_are_aligned_as_words(segment, letters, language, spoken, written) -> None:
+    pytest.importorskip("num2words")
+    sentences = [basic(words).split() for words in spoken.strip(".").split(".")]
+    words, _ = segment(spoken, sentences, tokenizer=letters, language=language)
+    rows, _ = segment(written, sentences, tokenizer=letters, language=language)
+    assert " ".join(row["text"] for row in rows) == written
+    for name in ("offset", "duration", "confidence"):
+        assert [row[name] for row in rows] == [row[name] for row in words]
+
+
+@pytest.mark.parametrize("language", ["en", "yo"])
+def test_numbers_that_cannot_be_spelled(segment, letters, language, monkeypatch, caplog) -> None:
+    if language == "en":
+        monkeypatch.setitem(sys.modules, "num2words", None)
+    else:
+        pytest.importorskip("num2words")
+    text = text_of().replace("six", "6").replace("One two", "One 2")
+    words, _ = segment(text_of(), tokenizer=letters, language=language)
+    rows, _ = segment(text, tokenizer=letters, language=language)
+    assert " ".join(row["text"] for row in rows) == text
+    assert [row["offset"] for row in rows] == [row["offset"] for row in words]
+    remedy = "`pip install num2words`" if language == "en" else "lacks the language yo"
+    assert [remedy in message for message in caplog.messages] == [True]
 
 
 def test_scores_tell_right_from_wrong(segment) -> None:
