@@ -46,7 +46,7 @@ from effasr.untrusted.mistaken import mistaken
 from effasr.untrusted.remote import localized
 
 DESCRIPTION, WEIGHTS, MANIFEST = "model.yaml", "model.safetensors", "manifest.json"
-_TOKENIZER = "tokenizer"
+TOKENIZER = "tokenizer"
 
 T = TypeVar("T")
 
@@ -188,7 +188,7 @@ def count_parameters(directory: Path) -> int:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    return load_tokenizer(directory / _TOKENIZER)
+    return load_tokenizer(directory / TOKENIZER)
 
 
 def load_weights(
@@ -225,7 +225,7 @@ def _verify(directory: Path) -> None:
         of_model = {
             name: checksum
             for name, checksum in files.items()
-            if name in (DESCRIPTION, WEIGHTS) or name.startswith(f"{_TOKENIZER}/")
+            if name in (DESCRIPTION, WEIGHTS) or name.startswith(f"{TOKENIZER}/")
         }
         verify(directory, of_model)
     except (OSError, ValueError, *WRONG_VALUES) as error:
@@ -287,7 +287,7 @@ def write_model(
     """Write the files of a model directory into a folder."""
     (folder / DESCRIPTION).write_text(configuration.dump(description), encoding="utf-8")
     safetensors.torch.save_file(dict(weights), folder / WEIGHTS)
-    tokenizer.save(folder / _TOKENIZER)
+    tokenizer.save(folder / TOKENIZER)
     # If the folder was removed meanwhile, `tokenizer.save` makes a part of it again.
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():

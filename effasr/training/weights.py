@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from effasr import checkpoint
-from effasr.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from effasr.data.tokenizer import Tokenizer, load_tokenizer
+from effasr.data.tokenizer.base import NO_TOKENIZER_FILE
 from effasr.model.asr import ASRModel
 from effasr.nn.experts import ExpertFeedForward
 from effasr.nn.lora import adapt
@@ -62,7 +63,7 @@ def prepare_weights(
             {output for output in _OUTPUTS if getattr(x, output)}
             for x in (source_model, model.config)
         )
-        if isinstance(checkpoint.read_tokenizer(source), NoTokenizer):
+        if (source / checkpoint.TOKENIZER / NO_TOKENIZER_FILE).is_file():
             before = set()  # It was pretrained on audio alone.
         initialised = [part for output in after - before for part in _OUTPUTS[output]]
         if source_model.text_encoder is None:
