@@ -417,6 +417,12 @@ def retried(url: str, work: Callable[[], T]) -> T:
                     f"{url}: access was refused ({reason}): renew or set the credentials, such as "
                     "by `aws sso login` or AWS_PROFILE",
                 ) from error
+            if _is_distrusted(error):
+                raise RemoteError(
+                    errno.EIO,
+                    f"{url}: the certificate of the server is not trusted: "
+                    "`export SSL_CERT_FILE=ca.pem` names the authority that signed it",
+                ) from error
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, f"{url}: there is no such file") from error
             if isinstance(error, OSError) and not _is_transient(error):
@@ -434,6 +440,13 @@ def retried(url: str, work: Callable[[], T]) -> T:
             log.debug("%s: tried again in %.1f s: %s", url, pause, reason)
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _is_distrusted(error: BaseException | None) -> bool:
+    """Return whether a certificate is the cause, which fsspec calls a missing file."""
+    while error is not None and "certificate_verify_failed" not in str(error).casefold():
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -1,6 +1,7 @@
 """Corpora in object stores, against a real S3 server with faults."""
 
 import shutil
+import ssl
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -134,6 +135,17 @@ def test_urls_that_cannot_be_read(url, message, store):
         remote.localized(url)
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_a_certificate_that_is_not_trusted_is_named():
+    def work() -> None:
+        try:
+            raise ssl.SSLError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")
+        except ssl.SSLError as error:
+            raise FileNotFoundError("https://h/x") from error  # as fsspec has it
+
+    with pytest.raises(remote.RemoteError, match=r"not trusted: `export SSL_CERT_FILE=ca\.pem`"):
+        remote.retried("https://h/x", work)
 
 
 def test_the_cache_stays_within_its_size(store, tmp_path, monkeypatch):
