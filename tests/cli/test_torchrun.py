@@ -98,7 +98,14 @@ def test_what_one_rank_finds_wrong_is_not_lost_among_what_follows(workplace, tmp
         "    Loader._joined = joined\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    failed = torchrun("gone.py", "train", workplace.recipe, "output=here", folder=tmp_path)
+    failed = torchrun(
+        "gone.py",
+        "train",
+        workplace.recipe,
+        "output=here",
+        "schedule.warmup_steps=1",
+        folder=tmp_path,
+    )
     assert failed.returncode == 1
     lines = [line for line in failed.stderr.splitlines() if line.startswith("effasr train:")]
     assert lines == ["effasr train: u7: it is gone."]

@@ -489,10 +489,11 @@ def test_a_recorded_step_without_texts_is_that_step(config, make_batch):
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_a_run_goes_on_with_another_strategy(make_config, tones, tmp_path):
-    """On one, on two with fsdp2, and on one again."""
+def test_a_run_goes_on_with_another_strategy(make_config, model_config, tones, tmp_path):
+    """On one, on two with fsdp2, and on one again; masks would be drawn by each rank."""
     # The gradient of a key's bias is rounding noise, which Adam would magnify.
     settings = {
+        "model": model_config,
         "optimizer": OptimizerConfig(eps=1e-4),
         "data": {"validation": [str(tones / "test.jsonl")]},
     }
