@@ -89,19 +89,29 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Weighted values (T, H D), and keys and values, (T, H, D) each."""
         q, k, v = self._qkv(x)
-        y = attention(
-            q,
-            k,
-            v,
+        position = self._position(embeddings)
+        return self._weighted((q, k, v), layout, position, context, seed).flatten(1), (k, v)
+
+    def _weighted(
+        self,
+        qkv: tuple[Tensor, ...],
+        layout: PackedLayout,
+        position: Rotary | RelativeBias | None,
+        context: Context | None,
+        seed: Tensor | None,
+        scale: float | None = None,
+    ) -> Tensor:
+        return attention(
+            *qkv,
             layout,
             causal=self.causal,
             context=context,
-            position=self._position(embeddings),
+            scale=scale,
+            position=position,
             dropout=self.dropout if self.training else 0.0,
             seed=seed,
             backend=self.backend if self.training else self.inference_backend,
         )
-        return y.flatten(1), (k, v)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Only the keys and values of `read`."""
@@ -185,19 +195,9 @@ class GatedBiasSelfAttention(SelfAttention):
         gate = first * (second * self.gate_scale - 1.0) + 2.0
         q = torch.cat([q, F.pad(gate[..., None], (0, self.spare - 1)).to(q.dtype)], -1)
         none = q.new_zeros(self.heads, q.shape[-1])
-        wide = [F.pad(part, (0, self.spare)) for part in (k, v)]
-        y = attention(
-            q,
-            wide[0],
-            wide[1],
-            layout,
-            context=context,
-            scale=self.head_dim**-0.5,
-            position=RelativeBias(none, none, embeddings.to(q.dtype)),
-            dropout=self.dropout if self.training else 0.0,
-            seed=seed,
-            backend=self.backend if self.training else None,
-        )
+        wide = (q, *(F.pad(part, (0, self.spare)) for part in (k, v)))
+        position = RelativeBias(none, none, embeddings.to(q.dtype))
+        y = self._weighted(wide, layout, position, context, seed, scale=self.head_dim**-0.5)
         return y[..., : self.head_dim].flatten(1), (k, v)
 
 
@@ -309,7 +309,8 @@ def try_backend(
     trained: bool = True,
 ) -> None:
     """Attend as the module does, in one sequence; raises `BackendUnavailable`."""
-    sizes = module.heads, module.head_dim
+    is_gated = isinstance(module, GatedBiasSelfAttention)
+    sizes = module.heads, module.head_dim + (module.spare if is_gated else 0)
     q, k, v = (
         torch.zeros(_ROWS, *sizes, dtype=dtype, device=device, requires_grad=trained) for _ in "qkv"
     )
@@ -317,7 +318,7 @@ def try_backend(
     layout_k = PackedLayout.from_lengths([_ROWS], device)
     if isinstance(module, SelfAttention):
         layout_k, position, causal = layout, module.rotary, module.causal
-    if isinstance(module, RelativeSelfAttention):
+    if is_gated or isinstance(module, RelativeSelfAttention):
         bias, table = q.new_zeros(sizes), q.new_zeros(2 * _ROWS - 1, *sizes)
         position = RelativeBias(bias, bias, table)
     options = {"causal": causal, "context": context, "position": position}

@@ -2,14 +2,20 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from effasr.nn.attention import CrossAttention, SelfAttention
+from effasr.nn.attention import (
+    CrossAttention,
+    GatedBiasSelfAttention,
+    RelativeSelfAttention,
+    SelfAttention,
+    try_backend,
+)
 from effasr.nn.positions import (
     PositionTables,
     decoder_sinusoids,
     relative_sinusoids,
     whisper_sinusoids,
 )
-from effasr_kernels import PackedLayout
+from effasr_kernels import BackendUnavailable, PackedLayout
 
 WIDTH, HEADS, HEAD = 12, 3, 8
 
@@ -83,3 +89,21 @@ def test_a_table_made_in_inference_mode_serves_training():
         tables.get(lambda: torch.ones(3, 6), torch.zeros(1))
     (x * tables.get(lambda: torch.zeros(3, 6), torch.zeros(1))).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 6))
+
+
+@pytest.mark.parametrize("kind", [SelfAttention, RelativeSelfAttention, GatedBiasSelfAttention])
+def test_the_backend_of_inference_is_that_of_every_kind(kind):
+    layer, x = kind(16, 2, 8).eval(), torch.randn(5, 16)
+    layout = PackedLayout.from_lengths([2, 3], x.device)
+    embeddings = torch.randn(5, 16)
+    if kind is GatedBiasSelfAttention:
+        embeddings = layer.table(torch.randn(5, 2))
+    expected = layer(x, layout, embeddings)
+    layer.inference_backend = "reference"
+    torch.testing.assert_close(layer(x, layout, embeddings), expected)
+    try_backend(layer, None, x.device, x.dtype, "reference", trained=False)
+    layer.inference_backend = "triton"  # which serves no CPU
+    with pytest.raises(BackendUnavailable):
+        layer(x, layout, embeddings)
+    with pytest.raises(BackendUnavailable):
+        try_backend(layer, None, x.device, x.dtype, "triton", trained=False)
