@@ -314,7 +314,10 @@ def _write_hugging_face(loaded: LoadedModel, out: Path) -> str:
         export_sentence_piece(
             tokenizer, out, pad_id=pad_id, bos_id=tokens.bos_id, eos_id=tokens.eos_id
         )
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
+        remedy = "pip install 'effasr[huggingface]', and export again"
+        log("export", f"the tokenizer is not exported ({error}): {remedy}")
+    except ValueError as error:
         log("export", f"the tokenizer is not exported: {error}")
     return loader
 

@@ -101,8 +101,11 @@ class SelfAttention(nn.Module):
         seed: Tensor | None,
         scale: float | None = None,
     ) -> Tensor:
+        q, k, v = qkv
         return attention(
-            *qkv,
+            q,
+            k,
+            v,
             layout,
             causal=self.causal,
             context=context,
