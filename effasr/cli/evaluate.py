@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import fields
 from pathlib import Path
 
+from effasr.checks import check
 from effasr.cli.options import (
     CONFIDENCE,
     MANIFEST_HELP,
@@ -26,9 +28,12 @@ from effasr.cli.options import (
     print_next,
     read_cuts,
 )
-from effasr.cli.progress import decoding_progress
-from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SECOND_PASS
+from effasr.cli.progress import decoding_progress, working
+from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SEARCH, SECOND_PASS, DecodingConfig
 from effasr.untrusted.remote import url_of
+
+# Fields that the search over text pairs obeys; its method follows from the model.
+_OF_TEXTS = {*SEARCH, *BOOST, "precision"} - {"method"}
 
 
 def add(command: AddCommand) -> None:
@@ -36,6 +41,7 @@ def add(command: AddCommand) -> None:
         "evaluate",
         run,
         "Transcribe a manifest and count the errors, by language.",
+        "Of text pairs, texts are written from `source_text`; translations have BLEU and chrF.",
         example="effasr evaluate runs/mine data/dev --beam 4",
     )
     add_positional(parser, "run", "RUN", RUN_HELP, required=True)
@@ -67,7 +73,8 @@ def add(command: AddCommand) -> None:
 def run(options: argparse.Namespace) -> int:
     from effasr.checkpoint import WEIGHTS
     from effasr.data.checksums import sha256
-    from effasr.evaluation.evaluate import evaluate
+    from effasr.data.manifest.pairs import is_text_only, pairs
+    from effasr.evaluation.evaluate import evaluate, evaluate_pairs
     from effasr.evaluation.result import save, set_name
     from effasr.evaluation.tables import report
 
@@ -76,17 +83,29 @@ def run(options: argparse.Namespace) -> int:
     # remove the file while it is evaluated.
     is_saved = options.averaged is None and options.window is None
     weights = sha256(checkpoints[0] / WEIGHTS) if is_saved else None
-    cuts, unreadable = read_cuts(options, loaded.prompt)
-    with decoding_progress(len(cuts)) as decoded:
-        evaluation = evaluate(
-            loaded.model,
-            loaded.tokenizer,
-            cuts,
-            normalizer=options.normalizer,
-            config=decoding_config(options),
-            failures=unreadable,
-            on_result=decoded.add,
-        )
+    if is_text_only(options.manifest):
+        config = _config_of_texts(options)
+        members = list(pairs(options.manifest))
+        with working(f"writing {len(members)} texts"):
+            evaluation = evaluate_pairs(
+                loaded.model,
+                loaded.tokenizer,
+                members,
+                normalizer=options.normalizer,
+                config=config,
+            )
+    else:
+        cuts, unreadable = read_cuts(options, loaded.prompt)
+        with decoding_progress(len(cuts)) as decoded:
+            evaluation = evaluate(
+                loaded.model,
+                loaded.tokenizer,
+                cuts,
+                normalizer=options.normalizer,
+                config=decoding_config(options),
+                failures=unreadable,
+                on_result=decoded.add,
+            )
     if not evaluation.utterances:
         first = evaluation.failures[0]
         count = len(evaluation.failures)
@@ -124,6 +143,21 @@ def run(options: argparse.Namespace) -> int:
         log("evaluate", f"{len(evaluation.failures)} utterances failed and are not counted")
         return 1
     return 0
+
+
+def _config_of_texts(options: argparse.Namespace) -> DecodingConfig:
+    """Return `decoding_config`, without options and fields that text pairs would not obey."""
+    for name in ("language", "target_language", "punctuation"):
+        remedy = "each line of text pairs says it"
+        value = getattr(options, name)
+        check(value is None, name, "be left out for text pairs", value, remedy)
+    config = decoding_config(options)
+    for item in fields(config):
+        value = getattr(config, item.name)
+        remedy = "texts have no audio and one result"
+        unused = item.name in _OF_TEXTS or value == item.default
+        check(unused, item.name, "be left out for text pairs", value, remedy)
+    return config
 
 
 def _default_folder(options: argparse.Namespace) -> Path:

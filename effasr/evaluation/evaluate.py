@@ -119,7 +119,7 @@ def evaluate(
         tuple(failed),
         time.perf_counter() - started,
         method=recognizer.method,
-        search=_search(recognizer),
+        search=_search(recognizer.method, settings),
         vad=recognizer.vad,
         calibrated=settings.calibration is not None if settings.word_confidence else None,
     )
@@ -160,6 +160,8 @@ def evaluate_pairs(
     writer = TextToText(model, tokenizer, config)
     writable, failures = [], []
     for pair in pairs:
+        if pair.prompt.task == "translate":
+            check_package()
         try:
             writer.check(pair.prompt, pair.source_name)
         except ValueError as error:
@@ -184,7 +186,12 @@ def evaluate_pairs(
     ]
     seconds = time.perf_counter() - started
     return Evaluation(
-        normalizer, tuple(utterances), tuple(failures), seconds, method=writer.config.method
+        normalizer,
+        tuple(utterances),
+        tuple(failures),
+        seconds,
+        method=writer.config.method,
+        search=_search(writer.config.method, writer.config),
     )
 
 
@@ -197,11 +204,10 @@ def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
     return sorted(cuts, key=lambda cut: (-cut.duration, cut.id))[rank::world_size]
 
 
-def _search(recognizer: Recognizer) -> str:
-    config = recognizer.config
+def _search(method: str, config: DecodingConfig) -> str:
     width = "greedy" if config.beam == 1 else f"beam {config.beam}"
     models = (config.lm, config.second_lm, config.corrector)
-    return f"{recognizer.method}, {width}{', language model' if any(models) else ''}"
+    return f"{method}, {width}{', language model' if any(models) else ''}"
 
 
 def _group(prompt: Prompt) -> str:

@@ -49,5 +49,8 @@ def test_it_learns_to_translate_and_obeys_commands(effasr, tmp_path):
     assert effasr("transcribe", *common, clip, "--beam", "2").code == 0
     dev = write_rows(tmp_path / "dev.jsonl", [{"audio_filepath": clip, "text": "hello"}])
     assert "WER" in effasr("evaluate", *common, str(dev)).out
+    assert (
+        f" {validated['chrf']:.2f} |" in effasr("evaluate", *common, config.data.validation[0]).out
+    )
     assert effasr("export", str(run), str(run / "exported")).code == 0
     transformers.AutoModelForSeq2SeqLM.from_pretrained(run / "exported")

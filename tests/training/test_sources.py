@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sacrebleu.metrics import BLEU, CHRF
 
 from effasr import config as configuration
 from effasr.checkpoint import load_model, resolve, save_model
+from effasr.cli.main import main
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
 from effasr.data.loader import Loader
@@ -19,6 +21,7 @@ from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import load_tokenizer
 from effasr.distributed.process_group import DistributedContext
 from effasr.evaluation.evaluate import evaluate_pairs
+from effasr.evaluation.result import read_summary
 from effasr.evaluation.wer import count_errors
 from effasr.model.cost import cost_model, text_cost_model
 from effasr.nn.experts import ExpertsConfig
@@ -107,7 +110,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes):
     assert len(shapes) == 2
 
 
-def test_a_run_of_text_alone_validates(make_text_alone, tmp_path):
+def test_a_run_of_text_alone_validates(make_text_alone, pairs, tmp_path, capsys):
     training = {"max_steps": 8, "validate_every": 8, "freeze": ("encoder",)}
     assert run(make_text_alone(training=training)) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -117,6 +120,19 @@ def test_a_run_of_text_alone_validates(make_text_alone, tmp_path):
     assert (validated["set"], validated["utterances"], validated["failed"]) == ("pairs", 120, 0)
     loaded = load_model(resolve(tmp_path / "run"))
     assert (loaded.prompt.source, loaded.prompt.target) == ("de", "en")
+    command = ["evaluate", str(tmp_path / "run"), str(pairs / "pairs.jsonl"), "--device", "cpu"]
+    assert main(command) == 0
+    assert "| de->en " in capsys.readouterr().out
+    folder = tmp_path / "run" / "evaluation" / "pairs"
+    row = read_summary(folder)["groups"]["de->en"]
+    texts = read_lines(folder / "hypotheses.jsonl")
+    columns = [[line[name] for line in texts] for name in ("hypothesis", "reference")]
+    for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
+        score = metric.corpus_score(columns[0], [columns[1]]).score
+        assert row[name] == validated[name] == pytest.approx(score, abs=1e-9)
+    for options, field in (("--chunk 9", "chunk_seconds"), ("--language de", "language")):
+        assert main([*command, *options.split()]) == 2
+        assert f"`{field}` must be left out for text pairs" in capsys.readouterr().err
 
 
 def test_a_run_with_an_expert_for_each_source(make_text_alone, pairs, model_config, tmp_path):
