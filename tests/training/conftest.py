@@ -36,6 +36,7 @@ from effasr.training.resolve import resolve_config
 from effasr.training.run_dir.run_log import ProgressDisplay
 from effasr.training.step import TrainState
 from effasr.training.trainer import run
+from tests.support.talks import model_mapping, talks_config, write_folders
 
 VOCABULARY = 12
 
@@ -271,6 +272,28 @@ def with_half_of_the_texts(tones: Path) -> Path:
     path = tones / "half.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def make_talks(tmp_path, pairs) -> Callable[..., TrainConfig]:
+    """Runs of a language model of a kind, on spoken and written conversations."""
+
+    def make(*, kind: str, name: str, training: dict, **model) -> TrainConfig:
+        pytest.importorskip("transformers")
+        if not (tmp_path / "llm").exists():
+            write_folders(tmp_path, kind)
+        folders = {name: f"{tmp_path}/data/{name}.jsonl" for name in ("speech", "text")}
+        return talks_config(
+            folders | {"llm": f"{tmp_path}/llm"},
+            tmp_path,
+            name=name,
+            model=model_mapping(f"{tmp_path}/llm", **model),
+            data={"validation": [f"{pairs}/pairs.jsonl"]},
+            evaluation={"max_utterances": 2},
+            training=training | {"ema_decay": 0.9},
+        )
+
+    return make
 
 
 @pytest.fixture

@@ -121,6 +121,9 @@ BUCKETED = {"strategy": "sync_bucketed_2d", "buckets": 3}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text": ("make_with_text", {}, {}),
     "text alone": ("make_text_alone", {"freeze": ("encoder",)}, {}),
+    "llama": ("make_talks", {}, {"kind": "llama"}),
+    "t5": ("make_talks", {}, {"kind": "t5", "speech_input": "decoder"}),
+    "bart": ("make_talks", {}, {"kind": "bart", "speech_input": "encoder"}),
     "times": ("make_timed", {}, {}),
     "teacher": ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}, {}),
     "pretraining": ("make_pretraining", {"validates": True}, {}),
@@ -140,7 +143,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.representative(case=["text alone", "random", "muon", "times"])
+@pytest.mark.representative(case=["text alone", "random", "muon", "times", "t5"])
 def test_an_interrupted_run_ends_alike(case, request, model_config, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     maker, training, settings = CASES[case]

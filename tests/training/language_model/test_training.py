@@ -46,22 +46,6 @@ def test_a_template_that_shows_earlier_answers_otherwise(folders, tmp_path, caps
     assert "4 conversations have an example for each answer" in capsys.readouterr().err
 
 
-@pytest.mark.extended
-def test_a_run_learns_and_continues_bit_by_bit(folders, tmp_path):
-    assert run(config(folders, tmp_path / "a", steps=12)) == 0
-    lines = metrics(tmp_path / "a")
-    assert len(lines) == 12
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
-    assert all(line["audio_seconds"] > 0 for line in lines)
-    whole = weights(tmp_path / "a", 12)
-    assert run(config(folders, tmp_path / "b", steps=12, training={"stop_at": 6})) == 0
-    assert run(config(folders, tmp_path / "b", steps=12)) == 0
-    again = weights(tmp_path / "b", 12)
-    assert whole.keys() == again.keys()
-    for name, value in whole.items():
-        assert torch.equal(value, again[name]), name
-
-
 LORA = {
     "rank": 4,
     "targets": ["language_model.model.*_proj"],
