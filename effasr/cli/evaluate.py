@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
                 config=config,
             )
     else:
-        cuts, unreadable = read_cuts(options, loaded.prompt)
+        cuts, unreadable = read_cuts(options, loaded)
         with decoding_progress(len(cuts)) as decoded:
             evaluation = evaluate(
                 loaded.model,

@@ -246,14 +246,20 @@ def load_checkpoints(options: argparse.Namespace) -> tuple[LoadedModel, list[Pat
     return loaded, paths
 
 
-def read_cuts(options: argparse.Namespace, prompt: Prompt) -> tuple[list[Cut], list[Failure]]:
-    """Read ``--manifest`` with `add_prompt`'s options; the prompt is that of the model."""
+def assumes_language(options: argparse.Namespace, loaded: LoadedModel) -> bool:
+    """Whether a model is told languages, but ``--language`` does not name one."""
+    is_told = loaded.model.config.is_told_language(loaded.tokenizer.sources)
+    return options.language is None and is_told
+
+
+def read_cuts(options: argparse.Namespace, loaded: LoadedModel) -> tuple[list[Cut], list[Failure]]:
+    """Read ``--manifest`` with `add_prompt`'s options."""
     from effasr.data.manifest.cuts import prompt_of, with_prompt
     from effasr.evaluation.evaluate import openable_cuts
 
-    prompt = prompt.stating(options.language)
+    prompt, warn = loaded.prompt.stating(options.language), assumes_language(options, loaded)
     with progress_counter("utterances read") as show:
-        cuts, failures = openable_cuts(options.manifest, prompt=prompt, progress=show)
+        cuts, failures = openable_cuts(options.manifest, prompt=prompt, progress=show, warn=warn)
     changed = [with_prompt(cut, with_prompt_options(prompt_of(cut), options)) for cut in cuts]
     return changed, failures
 

@@ -20,6 +20,7 @@ from effasr.cli.options import (
     add_model,
     add_positional,
     add_prompt,
+    assumes_language,
     at_least,
     decoding_config,
     folder,
@@ -171,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
     if options.stream:
         return _stream(options, loaded, with_prompt_options(default, options), decoding, layout)
     with NamedTemporaryFile(prefix="effasr-", suffix=".stdin") as copy:
-        sources = _sources(options, default, copy)
+        sources = _sources(options, default, copy, warn=assumes_language(options, loaded))
         prompt = with_prompt_options(default, options)
         return _files(options, loaded, sources, prompt, decoding, layout)
 
@@ -427,7 +428,9 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
         )
 
 
-def _sources(options: argparse.Namespace, default: Prompt, copy: IO[bytes]) -> list[Source]:
+def _sources(
+    options: argparse.Namespace, default: Prompt, copy: IO[bytes], *, warn: bool
+) -> list[Source]:
     from effasr.transcription.inputs.sources import find, of_manifest
     from effasr.transcription.inputs.stdin import sources_on_stdin
 
@@ -435,7 +438,7 @@ def _sources(options: argparse.Namespace, default: Prompt, copy: IO[bytes]) -> l
     if "-" in options.files:
         sources += sources_on_stdin(sys.stdin.buffer, copy)
     if options.manifest is not None:
-        listed = of_manifest(options.manifest, prompt=default)
+        listed = of_manifest(options.manifest, prompt=default, warn=warn)
         sources += [
             replace(item, prompt=with_prompt_options(item.prompt or default, options))
             for item in listed

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from effasr.checks import check
-from effasr.data.languages import language_code
+from effasr.data.languages import AUTO, language_code
+
+_log = logging.getLogger(__name__)
 
 Task = Literal["transcribe", "translate"]
 _TASKS = get_args(Task)
@@ -61,3 +64,13 @@ class Prompt:
     def monotonic(self) -> bool:
         """Whether the text follows the speech in order, so that CTC applies."""
         return self.task == "transcribe"
+
+
+def warn_assumed(assumed: int, total: int, language: str, remedy: str) -> None:
+    """Warn about utterances whose lines name no language, for a model that is told the language."""
+    if assumed and language != AUTO:
+        _log.warning(
+            "%d of %d utterances name no language, and are prompted as %r: name `lang` in their "
+            "lines, or %s.",
+            *(assumed, total, language, remedy),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from effasr.checks import check, check_limits
@@ -145,6 +146,10 @@ class ModelConfig:
     def numbering(self) -> ExpertsConfig | LanguagePromptConfig | None:
         """Prompts or experts that names choose: they give an utterance its `Batch.expert`."""
         return self.language_prompt or self.named_experts()
+
+    def is_told_language(self, languages: Sequence[str]) -> bool:
+        """Whether prompts name the language of speech, one of several ``languages``."""
+        return len(languages) > 1 or self.numbering() is not None
 
     def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
         """The experts that names choose for speech, or text pairs, by `Batch.expert`."""

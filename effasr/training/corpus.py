@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from effasr import config as configuration
 from effasr.checks import check
+from effasr.data.config import DataConfig
+from effasr.data.prompt import warn_assumed
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.training.checkpointing.resume import Saved, begin_anew
 from effasr.training.config import TrainConfig
@@ -100,6 +102,9 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
         corpus = corpus.with_text(text)
     if (experts := config.model.numbering()) is not None:
         corpus = corpus.with_experts(experts.number_of)
+    language = config.data.language
+    if language == DataConfig().language and config.model.is_told_language(tokenizer.sources):
+        warn_assumed(corpus.assumed, len(corpus), language, "set data.language")
     return corpus
 
 

@@ -132,6 +132,7 @@ def test_a_canary_in_tuned_and_out(effasr, tune, canary, tmp_path, recipe):
     model, _ = tuned_and_out(effasr, tune, canary, tmp_path, recipe, "de", name)
     back = load_model(tmp_path / "back")
     assert back.model.vocab_size == CLASSES > back.tokenizer.vocab_size
+    assert back.model.config.is_told_language(back.tokenizer.sources)
     start = PROMPT_TOKENS.index("<|startofcontext|>")
     assert model.generation_config.decoder_start_token_id == start
 
@@ -146,7 +147,9 @@ def test_a_model_of_cohere_in_tuned_and_out(effasr, tune, canary, tmp_path):
     shutil.copytree(canary, source)
     getattr(transformers, name)(config).save_pretrained(source)
     model, _ = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "de", name)
-    tokenizer = load_model(tmp_path / "back").tokenizer
+    back = load_model(tmp_path / "back")
+    tokenizer = back.tokenizer
+    assert back.model.config.is_told_language(tokenizer.sources)
     assert tokenizer.pieces()[model.generation_config.decoder_start_token_id] == "▁"
 
 
@@ -162,7 +165,9 @@ def test_a_nemotron_with_prompts_in_tuned_and_out(effasr, tune, workplace, tmp_p
     models = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "de", name)
     assert not torch.equal(*(model.prompt_projector.linear_1.weight for model in models))
     languages = {"en-US": 0, "de-DE": 1, "auto": 2}
-    prompt = load_model(tmp_path / "back").model.config.language_prompt
+    config = load_model(tmp_path / "back").model.config
+    assert config.is_told_language(())
+    prompt = config.language_prompt
     assert prompt == LanguagePromptConfig(languages=languages, count=4, width=8)
     arguments = "transcribe", "--run", tmp_path / "model", workplace.wav
     texts = {lang: effasr(*arguments, "--language", lang).out for lang in ("en", "de", "auto")}

@@ -1,6 +1,7 @@
 """What a line of a manifest does not say is as the model was trained, in every command."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ import yaml
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.reader import iterate
 from effasr.data.prompt import Prompt
+from effasr.model.config import ModelConfig
 from effasr.transcription.recognizer import Recognizer
 
 PLAIN = Prompt(punctuation=False)
@@ -58,6 +60,31 @@ def test_a_missing_field_is_as_trained(effasr, model, unsaid, asked, tmp_path, n
         done = effasr(*(part.format(**places) for part in COMMANDS[name]))
         assert done.code == 0, done.err
         assert asked == {Prompt(punctuation=punctuation)}
+
+
+@pytest.mark.parametrize("name", ["prepare", "train", *COMMANDS])
+def test_lines_that_name_no_language_are_counted(
+    effasr, train, model, manifest, monkeypatch, caplog, tmp_path, name
+):
+    path = manifest({"id": "a", "lang": None}, {"id": "b"}, {"id": "c", "lang": ""})
+    if name == "prepare":
+        assert "2 utterances name no language" in effasr("prepare", path, tmp_path / "out").out
+        return
+    places = {"run": model, "manifest": path, "out": tmp_path / "out"}
+    line = [part.format(**places) for part in COMMANDS.get(name, ())]
+    data = f"data.train={path}", "data.validation=[]", "training.max_steps=1"
+    for told, counted in ((False, False), (True, True)):
+        monkeypatch.setattr(ModelConfig, "is_told_language", lambda self, languages: told)
+        done = train(f"name=told-{told}", *data) if name == "train" else effasr(*line)
+        assert done.code == 0, done.err
+        warned = "2 of 3 utterances name no language, and are prompted as 'en'" in caplog.text
+        assert warned == counted
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (tmp_path / "out").unlink(missing_ok=True)
+    if name != "train":
+        caplog.clear()
+        assert effasr(*line, "--language", "en").code == 0
+        assert "name no language" not in caplog.text
 
 
 @pytest.mark.parametrize("command", [COMMANDS["transcribe"], COMMANDS["evaluate"]])

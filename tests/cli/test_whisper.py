@@ -86,6 +86,7 @@ def test_from_hugging_face_and_back(
     ]  # fmt: skip
     trained = effasr("train", "finetune_whisper", *settings, "model.features.minimum_s=0")
     assert trained.code == 0, trained
+    assert "5 of 5 utterances name no language, and are prompted as 'en'" in caplog.text
     run = tmp_path / "tuned"
     # The error rate before is that of the model as it was: with its silence, and never the best.
     assert "step 0 is validated with silence up to 2 s" in trained.err

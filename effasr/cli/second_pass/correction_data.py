@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     config = decoding_config(options)
     config = replace(config, nbest=config.nbest or config.beam)
     loaded = load_best(options.run, choose_device(options.device))
-    cuts, failures = read_cuts(options, loaded.prompt)
+    cuts, failures = read_cuts(options, loaded)
     count = 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with decoding_progress(len(cuts)) as decoded, atomic_file(options.out) as file:

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             )
         path = options.run / DECODING_FILE
     loaded, _ = load_checkpoints(options)
-    cuts, unreadable = read_cuts(options, loaded.prompt)
+    cuts, unreadable = read_cuts(options, loaded)
     tried = itertools.count(1)
     with decoding_progress(len(cuts)) as decoded, progress_counter("trials of weights") as trials:
         result = tune(

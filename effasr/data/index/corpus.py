@@ -53,6 +53,7 @@ class Corpus(BaseCorpus):
     _prompt_ids: np.ndarray
     _experts: np.ndarray | None = None
     _silence: np.ndarray | None = None  # samples of silence of each utterance
+    assumed: int = 0  # utterances whose lines name no language
 
     @classmethod
     def load(
@@ -148,6 +149,7 @@ class Corpus(BaseCorpus):
             _prompts=tuple(table.prompts),
             _prompt_ids=prompt_ids,
             _silence=selection.silence,
+            assumed=int(table.assumed[selected].sum()),
         )
 
     @property

@@ -44,6 +44,7 @@ class UtteranceTable:
     durations: np.ndarray  # float64 (n,), seconds
     sources: np.ndarray  # uint16 (n,)
     opened: np.ndarray  # bool (n,), whether the audio file was opened
+    assumed: np.ndarray  # bool (n,), whether its line names no language
     dropped_before: np.ndarray  # int32, for each of ``dropped`` the number of utterances before it
     dropped: tuple[Dropped, ...]  # utterances that no token budget allows
     prompts: tuple[Prompt, ...]  # different ones, in order of first appearance
@@ -79,7 +80,8 @@ def number_languages(prompts: Iterable[Prompt]) -> np.ndarray:
 
 _TYPECODES = {
     **dict.fromkeys(("speakers", "rows", "token_lengths", "prompt_lengths", "prompt_ids"), "i"),
-    **{"frames": "i", "durations": "d", "sources": "H", "speeds": "B", "opened": "b"},
+    **{"frames": "i", "durations": "d", "sources": "H", "speeds": "B"},
+    **{"opened": "b", "assumed": "b"},
     "dropped_before": "i",
 }
 
@@ -131,6 +133,7 @@ class IndexBuilder:
             "durations": [duration_at(cut.duration, speed) for speed in speeds],
             "sources": [source] * count,
             "opened": [not isinstance(utterance, CutUtterance)] * count,
+            "assumed": ["lang" not in utterance.stated] * count,
         }
         for column, values in utterances.items():
             self.columns[column].extend(values)
@@ -166,7 +169,7 @@ class IndexBuilder:
         """Return the table, which shares the memory of this builder; nothing can be added to it."""
         columns = {name: to_numpy(values) for name, values in self.columns.items()}
         return UtteranceTable(
-            **columns | {"opened": columns["opened"].view(np.bool_)},
+            **columns | {name: columns[name].view(np.bool_) for name in ("opened", "assumed")},
             audio=self.audio.build(),
             tokens=self.tokens.build(),
             times=self.times.build(),

@@ -49,8 +49,8 @@ def parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
     if options.untranscribed:
         _supervise(cut)
     cut = _spoken(cut, row)
-    _complete(cut, row, options.default)
-    return CutUtterance(row.origin, cut, audio_of(cut))
+    stated = _complete(cut, row, options.default)
+    return CutUtterance(row.origin, cut, audio_of(cut), stated=frozenset(stated))
 
 
 def _spoken(cut: Cut, row: ManifestRow) -> Cut:
@@ -243,8 +243,8 @@ def _supervise(cut: Cut) -> None:
         cut.supervisions[0].text = ""
 
 
-def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> None:
-    """Check a cut and fill in the fields that the project reads."""
+def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> set[str]:
+    """Check a cut and fill in the fields that the project reads; return what the line states."""
     if len(cut.supervisions) != 1:
         raise row.error(
             f"cut {cut.id!r} must have one supervision, but has {len(cut.supervisions)}: use "
@@ -271,5 +271,7 @@ def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> None:
     supervision.language = prompt.source
     supervision.text, alignment = with_times(row, supervision.text.strip())
     supervision.alignment = shifted(alignment, cut.start) or supervision.alignment
-    cut.custom = {**(cut.custom or {}), **custom_fields(prompt, fields.stated())}
+    stated = fields.stated()
+    cut.custom = {**(cut.custom or {}), **custom_fields(prompt, stated)}
     make_absolute(cut, row.path.parent)
+    return stated

@@ -200,11 +200,12 @@ def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utt
     if text is not None and text.with_suffix("").name != path.stem:
         language = _language_of(text)
     prompt = options.default.stating(language)
+    stated = frozenset({"lang"} if language else ())
     try:
         if text is None or text.suffix.lower() not in SUBTITLES:
             lines = () if text is None else numbered_lines(text)
             words = " ".join(word for _, line in lines for word in line.split())
-            yield FileUtterance(path.stem, False, origin, audio, words, prompt)
+            yield FileUtterance(path.stem, False, origin, audio, words, prompt, stated=stated)
             return
         part = None
         for part in subtitles.read(text, path.stem):
@@ -216,6 +217,7 @@ def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utt
                 offset=part.start,
                 duration=part.end - part.start,
                 channel=part.channel,
+                stated=stated,
             )
         if part is None:
             yield RejectedRow(path.stem, origin, f"{text}: has no times and texts.", audio)

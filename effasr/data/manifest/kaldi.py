@@ -67,6 +67,7 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
             duration=duration,
             channel=channel,
             speaker=speakers[name][1] if name in speakers else None,
+            stated=frozenset({"lang"} if spoken else ()),
         )
     yield from rejected
     for name, (origin, _) in segments.items():

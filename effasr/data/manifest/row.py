@@ -214,8 +214,10 @@ class ManifestRow:
             raise self.error(str(error)) from error
 
     def stated(self) -> set[str]:
-        """Return the `custom_fields` of a cut that the line itself says."""
+        """Return the `custom_fields` of a cut that the line itself says, and ``lang``."""
         names = {name for name in ("target_lang", "task", "pnc") if self.values.get(name)}
+        if self.values.get("source_lang") or self.values.get(self.first(LANGUAGES)):
+            names.add("lang")
         if self.values.get("pnc") is False:
             names.add("pnc")
         if self.values.get("taskname"):

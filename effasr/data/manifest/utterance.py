@@ -43,7 +43,8 @@ class FileUtterance:
     channel: int | None = None  # from 0; None for the mean of all
     speaker: str | None = None
     is_lossy: bool = False  # whether the file is a copy of one in a lossy format
-    stated: frozenset[str] = frozenset()  # names of `custom_fields` that the source says
+    # names of `custom_fields`, and ``lang``, that the source says
+    stated: frozenset[str] = frozenset()
     embedded: Embedded | None = None  # where in the file ``audio`` the recording is
     alignment: Alignment | None = None  # from ``offset`` on
 
@@ -128,6 +129,7 @@ class RejectedRow:
     reason: str
     audio: str = ""
     named: bool = False
+    stated: frozenset[str] = frozenset()
 
     def cut(self, name: str, header_of: HeaderOf = read_header) -> Cut:
         raise AudioError(AudioProblem.ROW, self.reason)
@@ -141,6 +143,7 @@ class CutUtterance:
     value: Cut
     audio: str
     named: bool = True
+    stated: frozenset[str] = frozenset()  # as of `FileUtterance`
 
     @property
     def id(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from effasr.data.audio.waveform import AudioError, AudioSegment
 from effasr.data.manifest.lines import ARCHIVES, has_suffix
 from effasr.data.manifest.walk import AUDIO_SUFFIXES, walk
-from effasr.data.prompt import Prompt
+from effasr.data.prompt import Prompt, warn_assumed
 
 if TYPE_CHECKING:
     # Manifests need lhotse, whose import takes a third of a second; files do not need it.
@@ -54,14 +54,20 @@ def find(arguments: Iterable[str]) -> list[Source]:
     return list(sources.values())
 
 
-def of_manifest(path: Path, *, prompt: Prompt) -> list[Source]:
-    """Return the recordings of a manifest; what a line does not say is as in ``prompt``."""
+def of_manifest(path: Path, *, prompt: Prompt, warn: bool = False) -> list[Source]:
+    """Return the recordings of a manifest; what a line does not say is as in ``prompt``.
+
+    ``warn`` of lines that name no language.
+    """
     from effasr.data.manifest.reader import named
 
-    utterances = named(path, prompt=prompt, untranscribed=True)
+    utterances = list(named(path, prompt=prompt, untranscribed=True))
     sources = [source_of(name, utterance) for name, utterance in utterances]
     if not sources:
         raise ValueError(f"{path}: holds no utterances.")
+    if warn:
+        assumed = sum("lang" not in utterance.stated for _, utterance in utterances)
+        warn_assumed(assumed, len(sources), prompt.source, "give `--language`")
     return sources
 
 
