@@ -44,6 +44,14 @@ def test_ids_and_texts(tmp_path, kind, byte_fallback, normalization):
         assert decoded.strip() == text.replace("<unk>", "").strip()  # a special token, too
 
 
+def test_an_old_transformers_is_named(tmp_path, monkeypatch):
+    converter = pytest.importorskip("transformers.convert_slow_tokenizer").SpmConverter
+    monkeypatch.delattr(converter, "build_tokenizer_from_spm_proto")
+    ours = SentencePieceTokenizer({SHARED: train_model(SHARED, TEXTS, 60, "unigram")})
+    with pytest.raises(ImportError, match=r"transformers must be at least 5.23, but is 5\."):
+        export_sentence_piece(ours, tmp_path, pad_id=0, bos_id=2, eos_id=ours.eos_id)
+
+
 def test_several_models_are_refused(tmp_path):
     models = {name: train_model(name, TEXTS, 60, "unigram") for name in ("de", "en")}
     with pytest.raises(ValueError, match="it has a model for each of de, en"):

@@ -24,13 +24,16 @@ def export_sentence_piece(
 
     Raises:
         ValueError: ``tokenizer`` has several models, whose pieces one vocabulary cannot hold.
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or is too old.
     """
     if len(tokenizer.models) > 1:
         raise ValueError(f"it has a model for each of {', '.join(tokenizer.models)}")
     from sentencepiece import sentencepiece_model_pb2
+    from transformers import __version__
     from transformers.convert_slow_tokenizer import SpmConverter
 
+    if not hasattr(SpmConverter, "build_tokenizer_from_spm_proto"):
+        raise ImportError(f"transformers must be at least 5.23, but is {__version__}")
     (model,) = tokenizer.models.values()
     proto: Any = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     names = tokenizer.pieces()
