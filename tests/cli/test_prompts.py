@@ -74,7 +74,7 @@ def test_lines_that_name_no_language_are_counted(
     line = [part.format(**places) for part in COMMANDS.get(name, ())]
     data = f"data.train={path}", "data.validation=[]", "training.max_steps=1"
     for told, counted in ((False, False), (True, True)):
-        monkeypatch.setattr(ModelConfig, "is_told_language", lambda self, languages: told)
+        monkeypatch.setattr(ModelConfig, "is_told_language", lambda *_, told=told: told)
         done = train(f"name=told-{told}", *data) if name == "train" else effasr(*line)
         assert done.code == 0, done.err
         warned = "2 of 3 utterances name no language, and are prompted as 'en'" in caplog.text
