@@ -2,7 +2,8 @@
 //
 // A block goes through tiles of keys of a head, and for each through the tiles of queries that see it. Gradients of
 // keys and values stay in registers; those of queries and of the table are added up in global memory, in parts
-// that no other block has, so that no atomics are needed and results are the same each time.
+// that no other block has, so that no atomics are needed and results are the same each time. Behind the last keys of a
+// sequence its block rounds the gradients of its queries, unless the sequence has several chunks.
 #include "cuda/gradients.cuh"
 #include "cuda/launch.cuh"
 
@@ -97,6 +98,20 @@ __device__ void prepare_queries(const AttentionCall& p, const Pair& x, int head,
   }
 }
 
+// Rounds the gradients of rows of a head, or zeros where there are none, and adds them to `total`, for two columns.
+template <class T, int D>
+__device__ void store_queries(
+    const AttentionCall& p, int64_t first, int rows, int head, const float* grads, float2& total) {
+  const int column = head * D + threadIdx.x % (D / 2) * 2;
+  for (int row = threadIdx.x / (D / 2); row < rows; row += kThreads / (D / 2)) {
+    float2 two = {};
+    if (grads) two = *reinterpret_cast<const float2*>(grads + int64_t{row} * p.heads * D + column);
+    total.x += two.x, total.y += two.y;
+    *reinterpret_cast<uint32_t*>(p.grad_q + (first + row) * p.grad_q_row + column) =
+        T::pack(two.x * p.scale, two.y * p.scale);
+  }
+}
+
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads, 1) attention_backward_pairs(const __grid_constant__ AttentionCall p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -106,9 +121,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_pairs(const __
   const Places<D> at(tiles);
   unsigned char* bands = shared + Shared::kBands;
   float* ring = reinterpret_cast<float*>(shared + Shared::kRings) + warp() * kRingFloats;
-  // In shared memory, as registers are few: with each thread's part of the content bias' gradient.
+  // In shared memory, as registers are few: with each thread's part of the gradients of the content bias, and of
+  // both biases.
   float2* parts = reinterpret_cast<float2*>(shared + Shared::kEnd + 16);
-  parts[threadIdx.x] = float2{};
+  float2* of_both = parts + kThreads;
+  parts[threadIdx.x] = of_both[threadIdx.x] = float2{};
   const Share& share = *reinterpret_cast<Share*>(shared + Shared::kEnd);
   if (warp() == 0) {
     const Share computed(p, split);
@@ -121,6 +138,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_pairs(const __
   float* distances = p.grad_distances + ((int64_t{split} * p.heads + head) * p.blocks + p.blocks / 2) * (kRows * D);
   for (int i = threadIdx.x * 4 - share.below * (kRows * D); i < share.above * (kRows * D); i += kThreads * 4)
     *reinterpret_cast<float4*>(distances + i) = float4{};
+  // Queries without keys, those of the tail among them.
+  for (int n = split; n <= p.sequences; n += p.splits) {
+    const bool is_tail = n == p.sequences;
+    const int first = p.cu_seqlens_q[n], end = is_tail ? p.rows_q : p.cu_seqlens_q[n + 1];
+    if (is_tail || p.cu_seqlens_k[n] == p.cu_seqlens_k[n + 1])
+      store_queries<T, D>(p, first, end - first, head, nullptr, of_both[threadIdx.x]);
+  }
   for (int number = share.begin; number < share.end; ++number) {
     __syncthreads();
     const int32_t* tile = p.tiles + 4 * (1 + number);
@@ -228,17 +252,20 @@ __global__ void __launch_bounds__(kThreads, 1) attention_backward_pairs(const __
       sum.x = fmaf(by_key[n], two.x, sum.x), sum.y = fmaf(by_key[n], two.y, sum.y);
     }
     parts[threadIdx.x] = sum;
+    if (x.key + kRows >= x.keys && x.keys <= kChunk)
+      store_queries<T, D>(p, x.first_q, x.queries, head, grad_q - head * D, of_both[threadIdx.x]);
   }
   __syncthreads();
   if (threadIdx.x < D / 2) {
-    float2 sum = {};
-    for (int n = 0; n < kThreads / (D / 2); ++n) {
-      const float2 two = parts[n * (D / 2) + threadIdx.x];
+    float2 sum = {}, both = {};
+    for (int n = threadIdx.x; n < kThreads; n += D / 2) {
+      const float2 two = parts[n], more = of_both[n];
       sum.x = fmaf(two.x, p.scale, sum.x), sum.y = fmaf(two.y, p.scale, sum.y);
+      both.x = fmaf(more.x, p.scale, both.x), both.y = fmaf(more.y, p.scale, both.y);
     }
-    float* to = p.grad_biases + (2 * (int64_t{p.tiles_q} + split) * p.heads + head) * D + 2 * threadIdx.x;
+    float* to = p.grad_biases + (2 * int64_t{split} * p.heads + head) * D + 2 * threadIdx.x;
     *reinterpret_cast<float2*>(to) = sum;
-    *reinterpret_cast<float2*>(to + p.heads * D) = make_float2(-sum.x, -sum.y);
+    *reinterpret_cast<float2*>(to + p.heads * D) = make_float2(both.x - sum.x, both.y - sum.y);
   }
 }
 
@@ -251,8 +278,8 @@ __device__ void store_scaled(uint16_t* to, const float4& x, float scale) {
   *reinterpret_cast<uint2*>(to) = make_uint2(T::pack(x.x * scale, x.y * scale), T::pack(x.z * scale, x.w * scale));
 }
 
-// Gradients of 64 queries of a head, the sums of the parts that chunks of keys have, and their sum for the
-// position bias. The tail, number `sequences`, has no keys.
+// Gradients of 64 queries of a head whose sequence has several chunks of keys, the sums of their parts, and their sum
+// for the position bias. The tail, number `sequences`, has no keys.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads) attention_backward_queries(const __grid_constant__ AttentionCall p) {
   __shared__ float4 parts[kThreads];
@@ -264,7 +291,7 @@ __global__ void __launch_bounds__(kThreads) attention_backward_queries(const __g
   const float* from = p.grad_q_parts + at * stride + head * D + column;
   uint16_t* to = p.grad_q + at * p.grad_q_row + head * D + column;
   float4 total = {};
-  for (int row = first; row < rows; row += kApart<D>, from += kApart<D> * stride, to += kApart<D> * p.grad_q_row) {
+  for (int row = first; keys > kChunk && row < rows; row += kApart<D>, from += kApart<D> * stride, to += kApart<D> * p.grad_q_row) {
     float4 sum = {};
     const float* part = from;
     for (int key = 0; key < keys; key += kChunk, part += int64_t{p.rows_q} * stride)
@@ -276,7 +303,7 @@ __global__ void __launch_bounds__(kThreads) attention_backward_queries(const __g
   __syncthreads();
   if (threadIdx.x >= D / 4) return;
   for (int n = 1; n < kApart<D>; ++n) add(total, parts[n * (D / 4) + threadIdx.x]);
-  float* sums = p.grad_biases + (2 * int64_t{blockIdx.x} * p.heads + head) * D + column;
+  float* sums = p.grad_biases + (2 * (int64_t{p.splits} + blockIdx.x) * p.heads + head) * D + column;
   *reinterpret_cast<float4*>(sums) = float4{};
   *reinterpret_cast<float4*>(sums + stride) =
       make_float4(total.x * p.scale, total.y * p.scale, total.z * p.scale, total.w * p.scale);

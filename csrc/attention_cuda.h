@@ -6,7 +6,7 @@
 #include <cstdint>
 
 // To be increased there, in `runtime/cuda.py`, and here with every change of the structure.
-#define EFFASR_CUDA_INTERFACE 2
+#define EFFASR_CUDA_INTERFACE 3
 
 namespace effasr {
 
@@ -25,7 +25,7 @@ struct AttentionCall {
   float *grad_q_parts;                           // (chunks of keys, T_q, H, D), to be summed
   uint16_t *grad_q, *grad_k, *grad_v;            // rows are contiguous, heads adjacent
   uint16_t *grad_table;                          // (2 reach - 1, H, D)
-  // To be summed: (tiles of queries, then splits; content and position; H, D), and (splits, H, blocks of
+  // To be summed: (splits, then tiles of queries; content and position; H, D), and (splits, H, blocks of
   // distances, 64, D), of which each split has the blocks that `extents` says, (splits, 2).
   float *grad_biases, *grad_distances;
   int32_t *extents;
@@ -33,7 +33,6 @@ struct AttentionCall {
   int32_t heads, rows_q, sequences, reach;
   int32_t left, right, chunk;  // `Context.bounds`; at most 2 ** 29 each
   int32_t dropped;             // of 256 weights
-  int32_t tiles_q;             // blocks of the queries' gradient
   int32_t splits;              // blocks for a head that go through tiles of keys
   int32_t blocks;              // of 64 distances, half of them below 0
   float scale;                 // of scores, above 0

@@ -69,6 +69,7 @@ _MORE_VALUES = [
     (BFLOAT16, (129, 1), {"width": 128, "dropout": 0.1, "seed": 1, "causal": True}),
     (FLOAT16, (5, 70, 0, 2, 1), {"lengths_k": (140, 3, 4, 0, 1), "width": 128}),
     (BFLOAT16, (600, 3), {"context": Context(None, 0, 10)}),
+    (BFLOAT16, (3, 65), {"lengths_k": (0, 0)}),
     (BFLOAT16, (1,), {}),
     (BFLOAT16, (64, 128), {"context": Context(33, 2, 1), "scale": 0.01}),
 ]

@@ -22,9 +22,9 @@ from effasr_kernels.shared.joined import empty_gradients
 from effasr_kernels.shared.partial_sums import summed
 
 _BLOCK, _WIDTHS = 64, (64, 128)
-_RINGS = {"forward": 4 * 16 * 88 * 4, "backward": 8 * 16 * 56 * 4 + 4 * 16 * 88 * 2 + 16 + 256 * 8}
+_RINGS = {"forward": 4 * 16 * 88 * 4, "backward": 8 * 16 * 56 * 4 + 4 * 16 * 88 * 2 + 16 + 256 * 16}
 """Bytes of shared memory beside tiles: scores and their gradients by distance (`kPitch` in
-csrc/cuda/scores.cuh, `kBandBytes` in csrc/cuda/gradients.cuh), and 8 for each thread."""
+csrc/cuda/scores.cuh, `kBandBytes` in csrc/cuda/gradients.cuh), and 16 for each thread."""
 _CHUNK = 512
 """`kChunk` in csrc/attention_backward.cu."""
 _PROGRAMS = 132
@@ -42,7 +42,7 @@ _OF_KERNEL = {
     "forward": (*_MATRICES, *_BIASES, *_OFFSETS, "out", "lse"),
     "backward_pairs": (
         *(*_MATRICES, *_BIASES, *_OFFSETS, "out", "lse", "grad_out", "norms", "grad_q_parts"),
-        *("grad_k", "grad_v", "grad_biases", "grad_distances", "extents"),
+        *("grad_q", "grad_k", "grad_v", "grad_biases", "grad_distances", "extents"),
     ),
     "backward_queries": ("cu_seqlens_k", "tiles", "grad_q_parts", "grad_q", "grad_biases"),
     "backward_table": ("grad_distances", "extents", "grad_table"),
@@ -52,7 +52,7 @@ _ROWS = *_MATRICES, "grad_q", "grad_k"
 """What has a stride of rows; of `_MATRICES`, heads have one, too."""
 _INTEGERS = (
     *("heads", "rows_q", "sequences", "reach", "left", "right", "chunk", "dropped"),
-    *("tiles_q", "splits", "blocks"),
+    *("splits", "blocks"),
 )
 
 
@@ -112,7 +112,8 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
     splits = min(max(_PROGRAMS // heads, 1), tiles_k)
     chunks = ceil_div(a.layout_k.max_seqlen_bound, _CHUNK)
     wide = lambda *shape: a.q.new_empty(shape, dtype=torch.float32)
-    biases = wide(tiles_q + splits, 2, heads, width)
+    # Sequences of one chunk are finished where their pairs are.
+    biases = wide(splits + (tiles_q if chunks > 1 else 0), 2, heads, width)
     tensors = {
         **{"out": results[0], "lse": lse, "grad_out": grads[0]},
         **{"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v, "grad_biases": biases},
@@ -121,11 +122,14 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
         "grad_distances": wide(splits, heads, blocks, _BLOCK, width),
         "extents": torch.empty(splits, 2, dtype=torch.int32, device=a.q.device),
     }
-    call = _Call(a, tensors, tiles_q=tiles_q, splits=splits, blocks=blocks)
+    call = _Call(a, tensors, splits=splits, blocks=blocks)
     is_same = a.layout_k.cu_seqlens is a.layout_q.cu_seqlens
     by_key = by_query if is_same else tile_table(a.layout_k, _BLOCK)
     call.launch("backward_pairs", splits, 7, tiles=by_key)
-    call.launch("backward_queries", tiles_q, tiles=by_query)
+    if not splits:
+        grad_q.zero_()
+    if chunks > 1:
+        call.launch("backward_queries", tiles_q, tiles=by_query)
     call.launch("backward_table", 2 * ceil_div(table.shape[0] // 2 + 1, _BLOCK))
     by_content, by_position = summed(biases, a.q.dtype)
     return {
