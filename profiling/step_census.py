@@ -13,10 +13,11 @@ launches of PyTorch's builds for CUDA 13. The roofline is the sum over operators
 operations of the time that an H200 takes at least: a bound, not a measurement. The JSON has
 `launches_eager`, `launches_graph`, `bytes_between_per_frame_channel` (traffic of frames between
 the matrix products and the kernels of an encoder layer) and their parts, and `programs_per_live`:
-the programs of our kernels for each one whose tile has rows.
+the programs of our kernels for each one whose tile has rows, in all and of each operation.
 
-With more than 5 % more launches or bytes than the baseline, or more than 1.3 programs for each with
-rows, `--check` fails. If that is intended, update the baseline and commit it.
+With more than 5 % more launches or bytes than the baseline, or in an operation more than 1.3
+programs for each with rows, `--check` fails. If that is intended, update the baseline and commit
+it.
 """
 
 from __future__ import annotations

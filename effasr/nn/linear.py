@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from effasr_kernels.runtime.deferred_sums import PartialSums, hand_over, receivers, takes_rows
+from effasr_kernels.runtime.deferred_sums import (
+    PartialSums,
+    hand_over,
+    receivers,
+    take_from,
+    takes_rows,
+)
 from effasr_kernels.runtime.dispatch import load
 from effasr_kernels.shared.cpu.linear import linear
 
@@ -37,7 +43,7 @@ def _is_connected(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if not hasattr(weight.grad_fn, "products") and (bias is None or not takes_rows(bias)):
         return False
-    if x.ndim != 2 or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+    if x.ndim < 2 or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         return False
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
@@ -58,8 +64,9 @@ class _Linear(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        (dy,) = grad_outputs
         x, weight = ctx.saved_tensors
+        sums, shape = take_from(grad_outputs[0]), x.shape
+        dy, x = grad_outputs[0].flatten(0, -2), x.flatten(0, -2)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = None
         if needs_x:
@@ -67,11 +74,12 @@ class _Linear(Function):
             total = getattr(node, "total_of_products", None)
             if total is None or not torch._C._will_engine_execute_node(node):
                 # The product of torch's own backward.
-                dx = dy @ weight
+                dx = (dy @ weight).view(shape)
             elif total:
-                torch.addmm(total[0], dy, weight, out=total[0])
+                flat = total[0].view(x.shape)
+                torch.addmm(flat, dy, weight, out=flat)
             else:
-                total.append(dy @ weight)
+                total.append((dy @ weight).view(shape))
         dweight = None
         if needs_weight:
             node, index = ctx.next_functions[1]
@@ -82,11 +90,13 @@ class _Linear(Function):
                 dweight = dy.T @ x
         dbias: dict[str, Tensor | None] = {"bias": None}
         if needs_bias:
-            rows = dy.contiguous()
-            dbias["bias"] = out = rows.new_empty(rows.shape[1])
-            sums = PartialSums(rows, out, None, partial(torch.sum, rows, 0, out=out))
             node, _ = ctx.next_functions[2]
-            takes = getattr(node, "takes_rows", False)
+            takes = sums is not None or getattr(node, "takes_rows", False)
+            if sums is None:
+                rows = dy.contiguous()
+                out = rows.new_empty(rows.shape[1])
+                sums = PartialSums(rows, out, None, partial(torch.sum, rows, 0, out=out))
+            dbias["bias"] = sums.out
             hand_over([sums], dbias, receivers(ctx, ["x", "weight", "bias"]) if takes else {})
         return dx, dweight, dbias["bias"]
 

@@ -74,7 +74,8 @@ def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
         "launches_of": _grouped(micro_batch, _kind, launches_of),
         "bytes": _sum(entries, "bytes"),
         "programs": _sum(entries, "programs"),
-        "programs_per_live": round(_sum(entries, "programs") / _sum(entries, "live"), 3),
+        "programs_per_live": _per_live(entries),
+        "programs_per_live_of": _grouped([x for x in entries if x.live], _kind, _per_live),
         "flops": _sum(entries, "flops"),
         "categories": _grouped(entries, _kind, _figures),
         "layers": _grouped(entries, lambda x: layer_of(x.place), _figures),
@@ -129,6 +130,10 @@ def _kind(entry: Entry) -> str:
 def _maker(entry: Entry) -> str:
     inner = re.sub(r"^encoder\.layers\.\d+\.?", "", entry.place) or "layer"
     return f"{inner}: {entry.name}"
+
+
+def _per_live(entries: list[Entry]) -> float:
+    return round(_sum(entries, "programs") / _sum(entries, "live"), 3)
 
 
 def _sum(entries: Iterable[Entry], figure: str) -> int:
@@ -199,8 +204,10 @@ def growth(before: dict[str, Any], now: dict[str, Any], most: float) -> list[str
         if new > old * (1 + most):
             share = f" ({100 * (new / old - 1):+.1f} %)" if old else ""
             lines.append(f"{now['model']}: {name} has grown from {old:,} to {new:,}{share}")
-    if (ratio := now["programs_per_live"]) > MOST_PER_LIVE:
-        lines.append(
-            f"{now['model']}: programs_per_live must be at most {MOST_PER_LIVE}, but is {ratio}"
-        )
+    lines += [
+        f"{now['model']}: programs_per_live of {name} must be at most {MOST_PER_LIVE}, but is "
+        f"{ratio}"
+        for name, ratio in now["programs_per_live_of"].items()
+        if ratio > MOST_PER_LIVE
+    ]
     return lines

@@ -118,6 +118,7 @@ def _features(
     mels: int = 128,
     slot: int = 8,
     n_fft: int = 512,
+    log_guard: float = 2.0**-24,
     lengths: tuple[int, ...] = (150, 300),
     tail: int = 62,
 ) -> list[Launch]:
@@ -126,7 +127,7 @@ def _features(
     options: dict[str, Any] = {"rows_per_slot": slot, "backend": "triton"}
     with recording(divmod(architecture, 10)) as launches:
         if operation == "normalize_features":
-            normalize_features(x, real, layout, **options)
+            normalize_features(x, real, layout, log_guard=log_guard, **options)
         elif operation == "mask_features":
             shares = {"freq_shares": torch.rand(2, len(lengths), 2), "freq_width": 27}
             shares |= {"time_shares": torch.rand(2, len(lengths), 10), "time_width": 0.05}

@@ -321,7 +321,7 @@ TABLE: dict[str, Constraints] = {
         binaries=1,
     ),
     "normalize_features": Constraints(
-        usual=[{}],
+        usual=[{}, {"log_guard": 0.0}],
         kernels={"normalize_rows"},
         texts=[Text("normalize_rows", "ptx", LOAD_16), Text("normalize_rows", "ptx", STORE_16)],
         extended=[{"mels": 80}, {"slot": 4}],

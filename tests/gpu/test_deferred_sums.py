@@ -14,7 +14,8 @@ from effasr.nn.feed_forward import FeedForward
 from effasr.nn.linear import Linear, shared_input
 from effasr.nn.residual import Residual
 from effasr.training.strategies.weight_copies import WeightCopies
-from effasr_kernels import PackedLayout, dropout_add_layer_norm
+from effasr_kernels import PackedLayout, depthwise_conv, dropout_add_layer_norm, strided_depthwise
+from effasr_kernels.runtime.deferred_sums import take_from
 from effasr_kernels.runtime.launch import Launch, _Recorder, diverted, launch
 
 
@@ -137,18 +138,22 @@ def _projections(device: torch.device) -> tuple[_Projections, Tensor]:
     return model.to(device), _integers(40, 16).to(device).requires_grad_()
 
 
-def test_biases_of_linear_layers_are_summed_with_their_layer(device: torch.device) -> None:
+@pytest.mark.parametrize("shape", [(40,), (5, 8)])
+def test_biases_of_linear_layers_are_summed_with_their_layer(
+    shape: tuple[int, ...], device: torch.device
+) -> None:
     model, x = _projections(device)
     copies = WeightCopies(model, torch.float32)
     copies.refresh()
-    leaves, upstream = [x, *model.parameters()], _integers(40, 8).to(device)
-    expected = torch.autograd.grad(model(x), leaves, upstream)
+    leaves, upstream = [x, *model.parameters()], _integers(*shape, 8).to(device)
+    rows = x.view(*shape, 16)
+    expected = torch.autograd.grad(model(rows), leaves, upstream)
     counts: Counter[str] = Counter()
     for is_checkpointed in (False, True):
         for leaf in leaves:
             leaf.grad = None
         with _counting(counts), copies.in_use():
-            y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            y = checkpoint(model, rows, use_reentrant=False) if is_checkpointed else model(rows)
             assert isinstance(y, Tensor)
             # Not even a backward that passes the weights by leaves anything for the next.
             (alone,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
@@ -163,20 +168,17 @@ def test_biases_of_linear_layers_are_summed_with_their_layer(device: torch.devic
             assert torch.equal(leaf.grad, gradient)
 
 
-@pytest.mark.parametrize("is_autocast", [False, True])
-def test_other_linear_layers_are_those_of_torch(is_autocast: bool, device: torch.device) -> None:
-    """With more dimensions, or where autocast casts."""
+def test_linear_layers_are_those_of_torch_where_autocast_casts(device: torch.device) -> None:
     model, x = _projections(device)
     copies = WeightCopies(model, torch.float32)
     copies.refresh()
-    given = x if is_autocast else x.view(5, 8, 16)
     counts: Counter[str] = Counter()
     found = []
-    with torch.autocast(device.type, torch.bfloat16, enabled=is_autocast), _counting(counts):
+    with torch.autocast(device.type, torch.bfloat16), _counting(counts):
         for context in (nullcontext(), copies.in_use()):
             with context:
-                y = model(given)
-                assert y.dtype == (torch.bfloat16 if is_autocast else torch.float32)
+                y = model(x)
+                assert y.dtype == torch.bfloat16
                 y.sum().backward()
             found.append([leaf.grad for leaf in (x, *model.parameters())])
             model.zero_grad()
@@ -184,6 +186,51 @@ def test_other_linear_layers_are_those_of_torch(is_autocast: bool, device: torch
     assert not counts
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+class _Convolution(nn.Module):
+    """A linear layer before a kernel that adds up the rows of its own gradient."""
+
+    def __init__(self, *, gated: bool) -> None:
+        super().__init__()
+        self.linear, self.gated = Linear(16, 32), gated
+
+    def forward(self, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        x = self.linear(x if self.gated else x.view(2 * layout.rows, 4, 16))
+        taps = _integers(x.shape[-1] // (1 + self.gated), 9).to(x)
+        if self.gated:
+            return x, depthwise_conv(x, taps, layout, gated=True)
+        bias, lengths = torch.zeros_like(x[0, 0]), torch.tensor([66, 0, 15], device=x.device)
+        return x, strided_depthwise(x, taps, bias, layout, lengths, relu=True)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_kernel_adds_up_the_rows_of_its_gradient(
+    gated: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """For the bias of the linear layer before, unless something has changed the gradient."""
+    torch.manual_seed(0)
+    layout = PackedLayout.from_lengths((33, 0, 8), device, rows=44)
+    model, rows = _Convolution(gated=gated).to(device), 44 if gated else 8 * 44
+    copies, counts = WeightCopies(model, dtype), Counter[str]()
+    copies.refresh()
+    with _counting(counts), copies.in_use():
+        x, y = model(torch.randn(rows, 16).to(device, dtype), layout)
+        upstream = torch.randn(y.shape).to(y)
+        (changed,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+        assert take_from(changed.mul_(2)) is None
+        (dx,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+        assert take_from(dx) is not None
+        assert take_from(dx) is None
+        counts.clear()
+        y.backward(upstream)
+    # The first is of the taps, which are no weight of the model.
+    assert counts["sum_rows"] == counts["sum_segments"] == 1
+    dx = dx.flatten(0, -2).double().cpu()
+    error = torch.finfo(dtype).eps * (dx.abs().sum(0) + dx.sum(0).abs())
+    assert model.linear.bias.grad is not None
+    assert bool(((model.linear.bias.grad.cpu() - dx.sum(0)).abs() <= error).all())
+    assert bool(dx.any())
 
 
 def test_products_write_gradients_in_float32(device: torch.device, dtype: torch.dtype) -> None:

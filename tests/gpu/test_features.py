@@ -90,11 +90,19 @@ def test_mask_features(
 
 
 @pytest.mark.parametrize(("slot", "channels"), [(8, 20), (2, 5)])
+@pytest.mark.parametrize("log_guard", [0.0, 2.0**-24])
 @pytest.mark.representative(slot=8)
 def test_normalize_features(
-    lengths: tuple[int, ...], slot: int, channels: int, dtype: torch.dtype, device: torch.device
+    lengths: tuple[int, ...],
+    slot: int,
+    channels: int,
+    log_guard: float,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     arguments = normalize_arguments(_real_rows(lengths, slot), slot, channels)
+    if log_guard:
+        arguments |= {"x": arguments["x"].square(), "log_guard": log_guard}
     _check(normalize_features, arguments, dtype, device)
 
 

@@ -355,6 +355,7 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"lengths": ones(4, device="meta").long()}, "`lengths` must be on cpu"),
         ({"rows_per_slot": 16}, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
         ({"eps": 0.0}, "`eps` must be positive"),
+        ({"log_guard": -1.0}, "`log_guard` must be at least 0"),
     ],
     "projected_top_k": [
         ({"hidden": zeros(4)}, r"`hidden` must have shape \(N, C\)"),

@@ -98,8 +98,8 @@ def test_growth_beyond_the_limit_is_found(figure: str) -> None:
     assert "+6.0 %" in line
     grown[figure] = before[figure] * 1.04
     assert growth(before, grown, 0.05) == []
-    (line,) = growth(before, before | {"programs_per_live": 1.31}, 0.05)
-    assert "programs_per_live must be at most 1.3, but is 1.31" in line
+    (line,) = growth(before, before | {"programs_per_live_of": {"attention": 1.31}}, 0.05)
+    assert "programs_per_live of attention must be at most 1.3, but is 1.31" in line
 
 
 @pytest.mark.parametrize("model", BASELINE)

@@ -112,11 +112,15 @@ class LogMel(nn.Module):
         """
         check_frames(self.config, audio.layout, frames)
         with torch.autocast(audio.values.device.type, enabled=False):
-            values, lengths = self._log_mel(audio, frames), self._lengths(audio.layout, frames)
+            values, lengths = self._mel(audio, frames), self._lengths(audio.layout, frames)
+            # Whisper's are logarithms already.
+            guard = 0.0 if self.config.kind == "whisper" else _LOG_GUARD
             spoken = self._spoken(audio.layout, lengths)
             mel = MelFrames(values, frames, lengths, self.config.rows_per_frame, spoken)
             if self.config.normalize:
-                return mel.with_values(normalized(mel))
+                return mel.with_values(normalized(mel, guard))
+            if guard:
+                values.add_(guard).log_()
             return mel.with_values(values.masked_fill_(~mel.mask[:, None], 0.0))
 
     def _spoken(self, audio: PackedLayout, lengths: Tensor) -> Tensor | None:
@@ -131,7 +135,7 @@ class LogMel(nn.Module):
             return frames.cu_seqlens.long().diff() * self.config.rows_per_frame
         return torch.div(audio.cu_seqlens.long().diff(), self.config.hop, rounding_mode="floor")
 
-    def _log_mel(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
+    def _mel(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
         if frames.rows == 0:
             # The library of Fourier transforms refuses a batch of none.
             return audio.values.new_zeros(0, self.config.mel_bins)
@@ -139,9 +143,9 @@ class LogMel(nn.Module):
         if self.config.kind == "whisper":
             return self._whisper(audio, frames, size)
         if _runs_on_host(audio.layout, frames):
-            return self._log_mel_on_host(audio, frames)
+            return self._mel_on_host(audio, frames)
         chunks = [
-            self._log_bands(audio, frames, (begin, min(begin + size // slot, frames.rows)))
+            self._windowed_bands(audio, frames, (begin, min(begin + size // slot, frames.rows)))
             for begin in range(0, frames.rows, size // slot)
         ]
         return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
@@ -169,7 +173,7 @@ class LogMel(nn.Module):
         ]
         return compressed(torch.cat(bands), frames, slot)
 
-    def _log_bands(
+    def _windowed_bands(
         self, audio: PackedSequence, frames: PackedLayout, slots: tuple[int, int]
     ) -> Tensor:
         config = self.config
@@ -184,7 +188,7 @@ class LogMel(nn.Module):
             preemphasis=config.preemphasis,
             slots=slots,
         )
-        return self._bands(windows).add_(_LOG_GUARD).log_()
+        return self._bands(windows)
 
     def _bands(self, windows: Tensor) -> Tensor:
         # A shift inside the transform changes phases only: the window need not be centred in it.
@@ -200,7 +204,7 @@ class LogMel(nn.Module):
             )
         return onednn_product(power, weight)
 
-    def _log_mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
+    def _mel_on_host(self, audio: PackedSequence, frames: PackedLayout) -> Tensor:
         """Return the same rows if the host knows the lengths: without index or empty sequence.
 
         Utterances are copied to a buffer in which a spare slot of zeros follows each, so that the
@@ -225,7 +229,7 @@ class LogMel(nn.Module):
                 done, run = done + count, run + (first + count == end)
             chunk[done:].zero_()
             bands[begin : begin + len(chunk)] = self._to_mel(_power(torch.fft.rfft(chunk)))
-        return bands.add_(_LOG_GUARD).log_()
+        return bands
 
     def _spread_on_host(
         self, audio: PackedSequence, frames: PackedLayout
@@ -272,10 +276,13 @@ def _runs_on_host(audio: PackedLayout, frames: PackedLayout) -> bool:
     return frames.device.type == "cpu" and frames.known_on_host and audio.known_on_host
 
 
-def normalized(mel: MelFrames) -> Tensor:
+def normalized(mel: MelFrames, log_guard: float = 0.0) -> Tensor:
     """Give each band zero mean and unit variance over the real rows of each utterance."""
     return normalize_features(
-        mel.values, mel.lengths, mel.layout, rows_per_slot=mel.subsampling, eps=_NORM_EPS
+        *(mel.values, mel.lengths, mel.layout),
+        rows_per_slot=mel.subsampling,
+        eps=_NORM_EPS,
+        log_guard=log_guard,
     )
 
 

@@ -22,7 +22,7 @@ from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import ceil_div, launch, unit_stride
 from effasr_kernels.runtime.tiles import empty_tile_table, read_tile, tile_programs, tile_table
 from effasr_kernels.shared.last_program import is_last_program
-from effasr_kernels.shared.partial_sums import summed, summed_parts
+from effasr_kernels.shared.partial_sums import keep_sums, summed, summed_parts
 
 _MOST_TAPS = 32
 _GROUPS, _STEP = 4, 4
@@ -88,10 +88,11 @@ def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     # The gradient of the weight in its order, then of the bias.
     partials = _wide(x, programs, width if a.bias is None else width + 1, channels)
+    of_dx = _wide(x, programs, dx.shape[1])
     launch(
         convolve_backward,
         (programs, blocks_c),
-        *(grads[0], x, a.weight.contiguous(), dx, partials),
+        *(grads[0], x, a.weight.contiguous(), dx, partials, of_dx),
         *(saved[0], layout.num_sequences, x.stride(0), channels),
         **options,
         **config,
@@ -101,6 +102,7 @@ def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors)
         BIASED=a.bias is not None,
         BLOCK=_BLOCK,
     )
+    keep_sums(dx, of_dx)
     if a.bias is None:
         dweight, dbias = summed(partials, a.weight.dtype), None
     else:
@@ -290,6 +292,7 @@ def convolve_backward(
     weight,  # (C, TAPS), contiguous
     dx,  # the shape of `x`, contiguous, written
     partials,  # float32 (programs, C TAPS [+ C]), written: sums for weight, then bias if BIASED
+    of_dx,  # float32 (programs, C), or (programs, 2C) if GATED, written: sums of the rows of `dx`
     tiles,  # int32 (1 + tiles, 4); see `effasr_kernels.runtime.tiles.tile_table`
     sequences,  # N
     x_stride,
@@ -303,19 +306,21 @@ def convolve_backward(
     GROUPS: tl.constexpr,  # number of rows computed in parallel
     STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
-    """Write tiles of dx and their partial sums of the gradients of the taps and the bias."""
+    """Write tiles of dx and their partial sums: for the taps, the bias, and of dx itself."""
     # With u the gated input, du_s is the sum over k of w_k dy_{s - k + P}, and dw_k the sum over s
     # of u_s dy_{s - k + P}. Both use the same window of dy, kept in registers as in the forward.
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     partials += tl.program_id(0).to(tl.int64) * ((TAPS + 1 if BIASED else TAPS) * channels)
+    dx_stride = 2 * channels if GATED else channels
+    of_dx += tl.program_id(0).to(tl.int64) * dx_stride
+    # Of the taps, of the bias, of dx and of its second half.
     dw = ()
-    for _ in tl.static_range(TAPS + 1):
+    for _ in tl.static_range(TAPS + 3):
         dw = dw + (tl.zeros((GROUPS, BLOCK_C), dtype=tl.float32),)
     if tl.program_id(0) >= tl.load(tiles):
         # Zeros need no exchange between threads.
-        _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
+        _store_sums(partials, of_dx, dw, channels, TAPS, BIASED, GATED, BLOCK_C)
         return
-    dx_stride = 2 * channels if GATED else channels
     for tile in range(tl.program_id(0), tl.load(tiles), tl.num_programs(0)):
         sequence, first, length, start = read_tile(tiles, tile, BLOCK)
         real = tl.where(sequence < sequences, length, 0)
@@ -325,7 +330,7 @@ def convolve_backward(
             c, start, length, real, x_stride, dx_stride, channels,
             TAPS, LEFT, GATED, BLOCK, GROUPS, STEP,
         )  # fmt: skip
-    _store_sums(partials, dw, channels, TAPS, BIASED, BLOCK_C)
+    _store_sums(partials, of_dx, dw, channels, TAPS, BIASED, GATED, BLOCK_C)
 
 
 @triton.jit
@@ -371,6 +376,7 @@ def _convolve_tile_backward(
                 du += w[k] * window[TAPS - 1 - k]
             within = inside & (group + row_offset < size)
             u = values[step].to(tl.float32)
+            of_dx, of_dgate = dw[TAPS + 1], dw[TAPS + 2]
             if GATED:
                 share = tl.sigmoid(gates[step].to(tl.float32))
                 dgate = du * u * share * (1 - share)
@@ -379,22 +385,25 @@ def _convolve_tile_backward(
                     dgate.to(dx.dtype.element_ty),
                     mask=within,
                 )
+                of_dgate += dgate  # 0 past the end, as u is
                 du *= share
                 u *= share
             tl.store(dx + row_offset * dx_stride, du.to(dx.dtype.element_ty), mask=within)
             summed = ()
             for k in tl.static_range(TAPS):
                 summed = summed + (dw[k] + u * window[TAPS - 1 - k],)
-            dw = summed + (dw[TAPS] + window[TAPS - 1 - LEFT],)
+            of_dx += tl.where(within, du, 0.0)
+            dw = summed + (dw[TAPS] + window[TAPS - 1 - LEFT], of_dx, of_dgate)
             window = window[1:]
     return dw
 
 
 @triton.jit
 def _store_sums(
-    partials, dw, channels, TAPS: tl.constexpr, BIASED: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Store the sums over groups of the gradients of TAPS taps and of the bias."""
+    partials, of_dx, dw, channels, TAPS: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Store the sums over groups of the gradients of TAPS taps, of the bias, and of dx."""
     # Those of the taps are joined to one tensor (BLOCK_C, a power of two), so that adjacent threads
     # store adjacent values of (C, TAPS).
     SIZE: tl.constexpr = triton.next_power_of_2(TAPS)
@@ -416,6 +425,9 @@ def _store_sums(
     tl.store(at, tl.reshape(joined[0], (BLOCK_C, SIZE)), mask=mask)
     if BIASED:
         tl.store(partials + channels * TAPS + c, tl.sum(dw[TAPS], 0), mask=c < channels)
+    tl.store(of_dx + c, tl.sum(dw[TAPS + 1], 0), mask=c < channels)
+    if GATED:
+        tl.store(of_dx + channels + c, tl.sum(dw[TAPS + 2], 0), mask=c < channels)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ class NormalizeArguments:
     layout: PackedLayout
     rows_per_slot: int
     eps: float
+    log_guard: float
 
 
 def _example(inputs: ExampleInputs) -> Keywords:
@@ -52,6 +53,7 @@ def normalize_features(
     *,
     rows_per_slot: int,
     eps: float = 1e-5,
+    log_guard: float = 0.0,
     backend: Backend | str | None = None,
 ) -> Tensor:
     r"""Give each channel zero mean and unit variance over the real rows of each sequence.
@@ -70,6 +72,8 @@ def normalize_features(
         layout: Layout of the slots, T rows.
         rows_per_slot: s, rows of a slot: 1, 2, 4 or 8.
         eps: Added to the standard deviation; positive.
+        log_guard: If positive, ``log(x + log_guard)`` is normalized in place of ``x``, without a
+            pass of its own.
         backend: Implementation to use; by default the fastest that supports the call.
 
     Returns:
@@ -83,4 +87,7 @@ def normalize_features(
     check_slots(_NAME, x, lengths, layout, rows_per_slot)
     if not eps > 0:
         raise checks.wrong(_NAME, "eps", "be positive", eps)
-    return OPERATION(NormalizeArguments(x, lengths, layout, rows_per_slot, eps), backend)
+    if not log_guard >= 0:
+        raise checks.wrong(_NAME, "log_guard", "be at least 0", log_guard)
+    arguments = NormalizeArguments(x, lengths, layout, rows_per_slot, eps, log_guard)
+    return OPERATION(arguments, backend)

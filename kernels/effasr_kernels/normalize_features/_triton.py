@@ -29,7 +29,8 @@ def run(a: NormalizeArguments) -> Tensor:
         normalize_rows,
         (programs, ceil_div(channels, _BLOCK_C)),
         *(a.x.contiguous(), a.lengths.contiguous(), layout.cu_seqlens, y),
-        *(layout.num_sequences, layout.rows, float(a.eps)),
+        *(layout.num_sequences, layout.rows, float(a.eps), float(a.log_guard)),
+        LOG=a.log_guard > 0,
         TAIL_PROGRAMS=_TAIL_PROGRAMS,
         CHANNELS=channels,
         SLOT=a.rows_per_slot,
@@ -37,6 +38,13 @@ def run(a: NormalizeArguments) -> Tensor:
         BLOCK_C=_BLOCK_C,
     )
     return y
+
+
+@triton.jit
+def _load(pointers, mask, guard, LOG: tl.constexpr):
+    """Load a tile, or the logarithm of its elements and the guard; masked elements are zero."""
+    x = tl.load(pointers, mask=mask, other=0.0)
+    return tl.where(mask, tl.log(x.to(tl.float32) + guard), 0.0) if LOG else x
 
 
 @triton.jit(do_not_specialize=["sequences", "slots"])
@@ -48,6 +56,8 @@ def normalize_rows(
     sequences,  # N
     slots,  # T
     eps,  # added to the standard deviation
+    guard,  # added before the logarithm
+    LOG: tl.constexpr,  # whether to normalize the logarithm
     TAIL_PROGRAMS: tl.constexpr,  # programs for each block of channels that set the tail to zero
     CHANNELS: tl.constexpr,  # C
     SLOT: tl.constexpr,  # s
@@ -69,20 +79,22 @@ def normalize_rows(
         total = zeros
         for first in range(0, real, BLOCK_R):
             row = first + r
-            total += tl.load(source + row * CHANNELS, mask=(row < real) & in_channels, other=0.0)
+            inside = (row < real) & in_channels
+            total += _load(source + row * CHANNELS, inside, guard, LOG)
         # Rounded to nearest, so that the mean of one row is that row.
         mean = tl.div_rn(tl.sum(total, 0), tl.maximum(real, 1).to(tl.float32))
         squares = zeros
         for first in range(0, real, BLOCK_R):
             row = first + r
             inside = (row < real) & in_channels
-            centred = tl.load(source + row * CHANNELS, mask=inside, other=0.0) - mean[None, :]
+            centred = _load(source + row * CHANNELS, inside, guard, LOG) - mean[None, :]
             squares += tl.where(inside, centred * centred, 0.0)
         variance = tl.div_rn(tl.sum(squares, 0), tl.maximum(real - 1, 1).to(tl.float32))
         scale = tl.sqrt_rn(variance) + eps
         for first in range(0, rows, BLOCK_R):
             row = first + r
-            value = tl.load(source + row * CHANNELS, mask=(row < real) & in_channels, other=0.0)
+            inside = (row < real) & in_channels
+            value = _load(source + row * CHANNELS, inside, guard, LOG)
             value = tl.where(row < real, (value - mean[None, :]) / scale[None, :], 0.0)
             stored = value.to(y.dtype.element_ty)
             tl.store(target + row * CHANNELS, stored, mask=(row < rows) & in_channels)

@@ -14,6 +14,8 @@ def run(a: NormalizeArguments) -> Tensor:
         lengths, a.layout, a.rows_per_slot
     )
     x = widen(a.x).masked_fill(~real, 0.0)
+    if a.log_guard:
+        x.add_(a.log_guard).log_().masked_fill_(~real, 0.0)
     mean = _sums(x, a) / lengths.clamp(min=1)
     centred = x.sub_(rows_of(mean, a.layout, a.rows_per_slot)).masked_fill_(~real, 0.0)
     variance = _sums(centred.square(), a) / (lengths - 1).clamp(min=1)

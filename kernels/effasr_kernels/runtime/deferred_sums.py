@@ -8,7 +8,9 @@ list holds when its own backward runs, which is after all that it waits for. So 
 visible before its sum is known, however often a parameter is used and whatever hooks read.
 
 A tensor with a row for each frame counts as partial sums, too, if the node's backward follows soon
-enough to keep the tensor: the node then has the attribute ``takes_rows``, which is true.
+enough to keep the tensor: the node then has the attribute ``takes_rows``, which is true. A kernel
+that writes such a gradient may add up its rows in the same pass, and keep the partial sums with it:
+they are the gradient of the bias of the linear layer before, which need not read the rows again.
 """
 
 from __future__ import annotations
@@ -99,6 +101,17 @@ def waiting(*, is_allowed: bool = True) -> Iterator[list[PartialSums]]:
         yield sums
     finally:
         _here.waiting = previous
+
+
+def keep_with(gradient: Tensor, sums: PartialSums) -> None:
+    """Keep the partial sums of the rows of a gradient with it, for `take_from`."""
+    gradient._sums_of_rows = sums, gradient._version  # type: ignore[attr-defined]
+
+
+def take_from(gradient: Tensor) -> PartialSums | None:
+    """Return, once, what is kept with a gradient; None if it has been changed since."""
+    sums, version = vars(gradient).pop("_sums_of_rows", (None, 0))
+    return sums if version == gradient._version else None
 
 
 def takes_rows(tensor: Tensor) -> bool:

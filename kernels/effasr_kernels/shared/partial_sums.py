@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from effasr_kernels.runtime.counters import program_counters
-from effasr_kernels.runtime.deferred_sums import PartialSums, wait
+from effasr_kernels.runtime.deferred_sums import PartialSums, keep_with, wait
 from effasr_kernels.runtime.launch import ceil_div, launch
 from effasr_kernels.shared.last_program import is_last_program
 
@@ -23,7 +23,7 @@ _ELEMENTS = 2_048
 _ROWS = 64
 """Partial sums that a program adds at a time."""
 
-_WIDE, _NARROW = 9, 3
+_WIDE, _NARROW = 10, 3
 """Partial sums of several kernels that one launch adds at most, and tensors with a row for each
 frame: the sums of a Conformer layer, or of a decoder layer."""
 
@@ -45,6 +45,12 @@ def summed(partials: Tensor, dtype: torch.dtype) -> Tensor:
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
     _launch(partials, out, None)
     return out
+
+
+def keep_sums(gradient: Tensor, partials: Tensor) -> None:
+    """Keep the sums of a gradient's rows with it: partial sums, float32 (P, C)."""
+    out = gradient.new_empty(partials.shape[1])
+    keep_with(gradient, PartialSums(partials, out, None, _addition(partials, out, None)))
 
 
 def summed_parts(
@@ -151,11 +157,11 @@ def _arguments(
     yield from (*(x.exact for x, _ in segments), *[0] * spare)
 
 
-def _launch(partials: Tensor, out: Tensor, last: Tensor | None) -> None:
+def _addition(partials: Tensor, out: Tensor, last: Tensor | None) -> partial[None]:
     split = out.numel()
     channels = split + (0 if last is None else last.numel())
     columns = _ELEMENTS // _ROWS
-    run = partial(
+    return partial(
         launch,
         sum_rows,
         (ceil_div(channels, columns),),
@@ -165,6 +171,10 @@ def _launch(partials: Tensor, out: Tensor, last: Tensor | None) -> None:
         BLOCK=_ROWS,
         BLOCK_C=columns,
     )
+
+
+def _launch(partials: Tensor, out: Tensor, last: Tensor | None) -> None:
+    run = _addition(partials, out, last)
     if not wait(PartialSums(partials, out, last, run)):
         run()
 
@@ -254,20 +264,22 @@ def _choose(program, begin, new, segment):
     do_not_specialize=[
         *("row_count0", "row_count1", "row_count2"),
         *("row_exact0", "row_exact1", "row_exact2"),
-        *("count0", "count1", "count2", "count3", "count4", "count5", "count6", "count7", "count8"),
-        *("exact0", "exact1", "exact2", "exact3", "exact4", "exact5", "exact6", "exact7", "exact8"),
+        *("count0", "count1", "count2", "count3", "count4"),
+        *("count5", "count6", "count7", "count8", "count9"),
+        *("exact0", "exact1", "exact2", "exact3", "exact4"),
+        *("exact5", "exact6", "exact7", "exact8", "exact9"),
     ]
 )
 def sum_segments(
     row_out0, row_out1, row_out2, rows0, rows1, rows2,
     row_count0, row_count1, row_count2, width0, width1, width2, row_exact0, row_exact1, row_exact2,
-    out0, out1, out2, out3, out4, out5, out6, out7, out8,
+    out0, out1, out2, out3, out4, out5, out6, out7, out8, out9,
     partials0, partials1, partials2, partials3, partials4, partials5, partials6, partials7,
-    partials8,
-    count0, count1, count2, count3, count4, count5, count6, count7, count8,
+    partials8, partials9,
+    count0, count1, count2, count3, count4, count5, count6, count7, count8, count9,
     channels0, channels1, channels2, channels3, channels4, channels5, channels6, channels7,
-    channels8,
-    exact0, exact1, exact2, exact3, exact4, exact5, exact6, exact7, exact8,
+    channels8, channels9,
+    exact0, exact1, exact2, exact3, exact4, exact5, exact6, exact7, exact8, exact9,
     parts, counters,
     NARROW: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
     ROW_CHUNK: tl.constexpr,
@@ -299,14 +311,20 @@ def sum_segments(
             _sum_chunk(program, segment, parts, counters, NARROW, BLOCK, WIDTH, ROW_CHUNK, WIDTH)
     if partials0 is not None:
         behind = begin
-        out = out1, out2, out3, out4, out5, out6, out7, out8
-        x = partials1, partials2, partials3, partials4, partials5, partials6, partials7, partials8
-        count = count1, count2, count3, count4, count5, count6, count7, count8
-        c = channels1, channels2, channels3, channels4, channels5, channels6, channels7, channels8
-        exact = exact1, exact2, exact3, exact4, exact5, exact6, exact7, exact8
+        out = out1, out2, out3, out4, out5, out6, out7, out8, out9
+        x = (
+            partials1, partials2, partials3, partials4, partials5, partials6, partials7, partials8,
+            partials9,
+        )  # fmt: skip
+        count = count1, count2, count3, count4, count5, count6, count7, count8, count9
+        c = (
+            channels1, channels2, channels3, channels4, channels5, channels6, channels7, channels8,
+            channels9,
+        )  # fmt: skip
+        exact = exact1, exact2, exact3, exact4, exact5, exact6, exact7, exact8, exact9
         segment = begin, out0, partials0, count0, channels0, exact0
         begin += _programs(count0, channels0, BLOCK_C, CHUNK)
-        for i in tl.static_range(8):
+        for i in tl.static_range(9):
             if x[i] is not None:
                 new = out[i], x[i], count[i], c[i], exact[i]
                 segment = _choose(program, begin, new, segment)

@@ -14,7 +14,7 @@ from torch import Tensor
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
 from effasr_kernels.runtime.launch import ceil_div, launch
 from effasr_kernels.runtime.tiles import count_tiles, find_tile, tile_programs
-from effasr_kernels.shared.partial_sums import summed
+from effasr_kernels.shared.partial_sums import keep_sums, summed
 from effasr_kernels.strided_depthwise import StridedArguments
 
 _PROGRAMS = 528
@@ -71,11 +71,12 @@ def backward(a: StridedArguments, grads: Tensors, results: Tensors, saved: Tenso
     spans = count_tiles(layout.rows * width, sequences, cut.span)
     grad_x = x.new_empty(x.shape)
     partials = x.new_empty(min(spans, _PROGRAMS), 10 * channels, dtype=torch.float32)
+    of_grad_x = partials.new_empty(partials.shape[0], channels)
     launch(
         strided_backward,
         (partials.shape[0], ceil_div(channels, cut.block_c)),
         *(t.contiguous() for t in (x, a.weight)),
-        *(layout.cu_seqlens, a.lengths.contiguous(), grads[0], grad_x, partials),
+        *(layout.cu_seqlens, a.lengths.contiguous(), grads[0], grad_x, partials, of_grad_x),
         *(sequences, layout.rows, spans),
         RELU=a.relu,
         BINS=bins,
@@ -84,6 +85,7 @@ def backward(a: StridedArguments, grads: Tensors, results: Tensors, saved: Tenso
         BLOCK_C=cut.block_c,
         SPAN=cut.span,
     )
+    keep_sums(grad_x, of_grad_x)
     sums = summed(partials, x.dtype)
     weight, bias = sums.split([9 * channels, channels])
     return {"x": grad_x, "weight": weight.view(channels, 9), "bias": bias}
@@ -198,6 +200,7 @@ def strided_backward(
     grad_y,  # (T, G / 2, C), contiguous
     grad_x,  # (2 T, G, C), contiguous, written; zero in rows past the length
     partials,  # float32 (programs, 9 C + C), written: sums for the weight, then the bias
+    of_grad_x,  # float32 (programs, C), written: sums of grad_x over rows and bands
     sequences,  # N
     slots,  # T; a slot has G / 2 places
     spans,
@@ -221,8 +224,8 @@ def strided_backward(
     n = tl.arange(0, BLOCK_P)
     w0, w1, w2, w3, w4, w5, w6, w7, w8 = _taps(weight, c, in_channels)
     zeros = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    d0, d1, d2, d3, d4, d5, d6, d7, d8, total = (
-        zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
+    d0, d1, d2, d3, d4, d5, d6, d7, d8, total, of_x = (
+        zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
     )  # fmt: skip
     for span in range(tl.program_id(0), spans, tl.num_programs(0)):
         first, count, start, length = _find_places(
@@ -271,6 +274,8 @@ def strided_backward(
             mask = inside[:, None] & in_channels[None, :]
             grad_e = tl.where(odd[:, None], _grad_input(grad_e, e, RELU), 0.0)
             grad_f = tl.where(odd[:, None], _grad_input(grad_f, f, RELU), 0.0)
+            # All are 0 in rows past the length, as masked gradients are.
+            of_x += (grad_a + grad_b) + (grad_e + grad_f)
             tl.store(grad_x + at, grad_a.to(dtype), mask=mask)
             tl.store(grad_x + at + CHANNELS, grad_b.to(dtype), mask=mask)
             tl.store(grad_x + at + BINS * CHANNELS, grad_e.to(dtype), mask=mask)
@@ -282,3 +287,5 @@ def strided_backward(
     for k in tl.static_range(9):
         tl.store(to + k, tl.sum(sums[k], 0), mask=in_channels)
     tl.store(partials + 9 * CHANNELS + c, tl.sum(total, 0), mask=in_channels)
+    of_grad_x += tl.program_id(0).to(tl.int64) * CHANNELS
+    tl.store(of_grad_x + c, tl.sum(of_x, 0), mask=in_channels)
