@@ -134,14 +134,3 @@ def test_a_fork_does_not_hold_the_lock(tmp_path):
         assert child.is_alive()
     end.set()
     child.join()
-
-
-def test_where_there_are_no_locks_nobody_waits(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    lock = tmp_path / "lock"
-    with building(lock, print) as item, building(lock, print, patience_s=0.0) as other:
-        assert not item[1]
-        assert not other[1]

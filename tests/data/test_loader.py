@@ -40,17 +40,6 @@ def assert_equal(a, b):
             assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_run_sees_the_same_batches(make, workers):
-    whole = take(make(workers=0), 7)
-    assert whole[-1].epoch >= 2
-    for start in (1, 4):
-        at = whole[start - 1].next_position
-        remainder = take(make(workers=workers), 7 - start, *at)
-        for expected, got in zip(whole[start:], remainder, strict=True):
-            assert_equal(expected, got)
-
-
 def test_audio_of_files_of_16_bits_is_narrow_for_a_gpu(make, monkeypatch):
     (expected,) = take(make(workers=0), 1)
     # Only a GPU's driver can pin memory.

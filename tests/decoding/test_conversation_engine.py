@@ -63,18 +63,6 @@ def ended(tokens, stops):
     return (tuple(tokens[: ends[0]]), False) if ends else (tuple(tokens), True)
 
 
-def test_answers_end_at_stop_tokens():
-    model = speech_llm("gemma")
-    (free,) = answers(model, make_conversation_batch(questions(1)), [LIMIT], ())
-    assert len(free.tokens) == LIMIT
-    assert free.truncated
-    stop = free.tokens[3]
-    first = free.tokens.index(stop)
-    (ended,) = answers(model, make_conversation_batch(questions(1)), [LIMIT], (stop,))
-    assert ended.tokens == free.tokens[:first]
-    assert not ended.truncated
-
-
 @pytest.mark.parametrize(
     ("kind", "beam"), [*((kind, 1) for kind in FAMILIES), ("llama", 24), ("gemma", 24)]
 )

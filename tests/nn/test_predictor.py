@@ -93,24 +93,6 @@ def test_label_by_label_is_the_same(kind):
         assert all(part.shape[0] == 2 for part in state)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["lstm", "stateless"])
-@pytest.mark.parametrize("name", ["exact", "static"])
-def test_compiles_to_the_same_without_a_break(kind, name):
-    torch._dynamo.reset()
-    layout, predictor = LAYOUTS[name], make(kind)
-    labels = make_labels(layout)
-    compiled = torch.compile(predictor, fullgraph=True, dynamic=False, backend="aot_eager")
-    results = []
-    for call in (predictor, compiled):
-        out = call(labels, layout)
-        rows = torch.cat(pieces(out, layout))
-        results.append([rows, *torch.autograd.grad(rows.square().sum(), predictor.parameters())])
-    for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y)
-    torch._dynamo.reset()
-
-
 def test_lanes_have_one_size_whatever_the_lengths():
     sizes = set()
     for lengths in ((6, 6, 6), (1,) * 9, (0, 6, 0, 6), ()):

@@ -6,14 +6,8 @@ do: rows outside the sequences come back as NaN, as do their gradients.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import os
 import sys
-import tarfile
-import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -290,40 +284,6 @@ def test_a_signature_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     _install(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
     reason = _unsupported_reason(Backend.FLASH_ATTN_2)
     assert "of this version has no `softmax_scale`, `causal`, `deterministic`" in reason
-
-
-SOURCES = {
-    2: ("flash_attn-2*.tar.gz", "flash_attn/flash_attn_interface.py"),
-    3: ("flash_attn-2*.tar.gz", "hopper/flash_attn_interface.py"),
-    4: ("flash_attn_4-*.whl", "flash_attn/cute/interface.py"),
-}
-"""Files of the packages, as ``pip download`` has them, and the module with the function."""
-
-
-@pytest.mark.parametrize("version", SOURCES)
-def test_the_packages_take_what_is_passed(version: int) -> None:
-    """Their sources are read, not run, so that no GPU and no build is needed."""
-    pattern, member = SOURCES[version]
-    folder = Path(os.environ.get("EFFASR_FLASH_ATTN", "no folder"))
-    archive = next(iter(sorted(folder.glob(pattern))), None)
-    if archive is None:
-        pytest.skip(f"EFFASR_FLASH_ATTN names no folder with {pattern} of pip download --no-deps")
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as file:
-            text = file.read(member).decode()
-    else:
-        with tarfile.open(archive) as file:
-            (name,) = (x for x in file.getnames() if x.partition("/")[2] == member)
-            text = file.extractfile(name).read().decode()  # type: ignore[union-attr]
-    function = next(
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name == "flash_attn_varlen_func"
-    )
-    accepted = [x.arg for x in (*function.args.args, *function.args.kwonlyargs)]
-    assert set(packages.PARAMETERS) <= set(accepted)
-    double = inspect.signature(flash_attn(Library(), version)).parameters
-    assert [x for x in accepted if x in double] == list(double)
 
 
 def test_torch_may_run_another_version(monkeypatch: pytest.MonkeyPatch) -> None:

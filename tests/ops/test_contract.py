@@ -59,3 +59,36 @@ def test_compiles(name: str, options: dict[str, Any]) -> None:
 def test_losses_of_narrow_inputs_are_float32(name: str, result: int) -> None:
     outcome = evaluate(_case(name, (5, 0, 2), {}), Variation(dtype=torch.bfloat16))
     assert outcome.rows[f"result {result}"][0].dtype == torch.float32
+
+
+EMPTY_CASES: dict[str, list[dict[str, Any]]] = {
+    "attention": [
+        *({}, {"causal": True}, {"dropout": 0.1, "seed": 1}, {"lengths_k": (2, 0, 3)}),
+        *({"position": "rotary"}, {"position": "relative"}),
+    ],
+    "best_alignment_loss": [{"tokens": (3, 1, 4)}],
+    "ctc_loss": [{}],
+    "depthwise_conv": [{}],
+    "guided_attention": [{}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, x) for name, rows in EMPTY_CASES.items() for x in rows], ids=str
+)
+def test_a_step_has_as_many_operations_with_empty_sequences(
+    name: str, options: dict[str, Any]
+) -> None:
+    """In PyTorch's own operations, forward and backward; and the same values."""
+    case = FACTORIES[name]((7, 4, 9), **options)("reference")
+    counts, outcomes = [], []
+    for extra in (1, 1, 200):
+        profiler: Any = torch.autograd.profiler.profile()
+        with profiler as profile:
+            outcomes.append(evaluate(case, Variation(extra=extra, dtype=torch.float32)))
+        events = profile.function_events
+        counts.append(sum(event.name.startswith("aten::") for event in events))
+    assert counts[1] > 10
+    assert counts[2] == counts[1]
+    torch.testing.assert_close(outcomes[2].shared, outcomes[1].shared)
+    torch.testing.assert_close(outcomes[2].rows, outcomes[1].rows)

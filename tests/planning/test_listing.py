@@ -10,12 +10,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from effasr.data.audio.waveform import samples_in
 from effasr.data.config import DataConfig
-from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig
 from effasr.data.filters.rules import Limits
 from effasr.data.index.corpus import Corpus
@@ -281,15 +277,6 @@ def test_every_reason_is_counted_and_listed(chosen):
     assert json.dumps(result.dropped[1].duration) == "41.0"
 
 
-def test_ctc_needs_a_frame_for_each_token_but_not_of_translations(chosen):
-    rows = [(0.8, 10), (0.8, 11)]
-    assert chosen(rows, frame_budget=100).reasons == {"ctc_infeasible": 1}
-    assert chosen(rows, {"ctc": False}, frame_budget=100).reasons == {}
-    translation = {"source_lang": "de", "target_lang": "en", "task": "translate"}
-    translated = [{"duration": s, "num_tokens": n} | translation for s, n in rows]
-    assert chosen(translated, frame_budget=100).reasons == {}
-
-
 def test_rate_outliers_are_those_among_texts_of_their_language(chosen):
     counts, languages = [*[10] * 199, 40, *[40] * 200], ["en"] * 200 + ["de"] * 200
     rows = [
@@ -305,13 +292,6 @@ def test_rate_outliers_are_those_among_texts_of_their_language(chosen):
 def test_nothing_is_left(chosen, seconds):
     with pytest.raises(ValueError, match=rf"list: no utterance can be planned \({len(seconds)} d"):
         chosen([(value, 1) for value in seconds], frame_budget=100)
-
-
-@given(st.lists(st.floats(0.1, 40.0), min_size=1, max_size=50))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_frames_are_those_of_the_corpus(chosen, seconds):
-    result = chosen([(value, 1) for value in seconds], frame_budget=1000)
-    assert result.lengths.frames.tolist() == [Framing().frames(samples_in(s)) for s in seconds]
 
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -368,7 +368,7 @@ def test_a_poisoned_process_is_replaced_and_its_tests_are_run(
 @pytest.mark.parametrize(
     ("test", "groups"),
     [
-        ("tests/gpu/test_attention_relative.py::test_a[float32]", ("attention",)),
+        ("tests/gpu/test_attention.py::test_a[float32]", ("attention",)),
         ("tests/gpu/test_transducer_loss.py::test_a", ("transducer_loss",)),
         ("tests/ops/test_ctc_loss.py", ("ctc_loss",)),
         ("tests/gpu/test_launch.py::test_a", OPERATIONS),

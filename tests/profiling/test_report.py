@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +17,13 @@ from torch import nn
 from tests.profiling.kineto_trace import Trace
 from tests.profiling.nsys_export import Export
 from tests.security.test_display import is_control
+from tests.support.page import Page
 
 ROOT = Path(__file__).parents[2]
-_VOID = {"meta", "br", "img", "input", "link", "hr"}
 
 
-class _Page(HTMLParser):
-    """Checks that tags are closed in order, and keeps what the page refers to."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.links: list[str] = []
-        self.identifiers: list[str] = []
-        self.words: list[str] = []
-        self.html = path.read_text(encoding="utf-8")
-        self.feed(self.html)
-        self.close()
-        assert not self.open
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in _VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            if name in ("href", "src", "action", "data") and value:
-                self.links.append(value)
-            if name == "id" and value:
-                self.identifiers.append(value)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.words.append(data)
-
-
-def check_page(path: Path) -> _Page:
-    page = _Page(path)
+def check_page(path: Path) -> Page:
+    page = Page(path)
     assert all(link.startswith("#") for link in page.links)
     assert set(page.links) <= {f"#{name}" for name in page.identifiers}
     assert len(set(page.identifiers)) == len(page.identifiers)

@@ -357,7 +357,7 @@ def make_model(config: ModelConfig, head: str = "attention") -> ASRModel:
 
 @pytest.mark.usefixtures("eager_compiler", "without_onednn")
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.representative(head="attention")
+@pytest.mark.representative(head=["attention", "lstm"])
 def test_the_model_compiles_once_and_without_a_break(model_config, head):
     model = make_model(model_config, head)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -78,16 +78,6 @@ def test_adapters_and_frozen_weights(folders, tmp_path):
     assert run(config(folders, tmp_path, steps=3, lora=LORA)) == 0
 
 
-def test_activation_checkpointing_gives_the_same_weights(folders, tmp_path):
-    assert run(config(folders, tmp_path / "a", steps=2)) == 0
-    recomputed = {"activation_checkpointing": True}
-    assert run(config(folders, tmp_path / "b", steps=2, training=recomputed)) == 0
-    item, other = weights(tmp_path / "a", 2), weights(tmp_path / "b", 2)
-    for name, value in item.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5)
-    assert metrics(tmp_path / "b")[0]["loss"] == pytest.approx(metrics(tmp_path / "a")[0]["loss"])
-
-
 def test_an_encoder_is_joined_from_another_run(folders, tmp_path):
     source = tmp_path / "asr"
     model_config = config(folders, tmp_path).model
