@@ -52,7 +52,7 @@ define install
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[$(1)]"
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib || true
 endef
-TESTED := demo,huggingface,lamb,onnx,test
+TESTED := demo,huggingface,onnx,test
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(call install,demo)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,24 @@ def no_sync(model: FSDPModule) -> Iterator[None]:
     finally:
         model.set_requires_gradient_sync(True)
         model.set_is_last_backward(True)
+
+
+def watch_gradients(model: nn.Module, see: Callable[[Tensor], None]) -> None:
+    """Call ``see`` with each whole gradient of each backward, before ranks exchange it."""
+    watched: set[Tensor] = set()
+
+    # Whole parameters are there from the first forward of a sharded module on.
+    def watch(module: nn.Module, _: object) -> None:
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor) or parameter in watched:
+                continue
+            watched.add(parameter)
+            if parameter.requires_grad:
+                parameter.register_hook(see)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(cast("Any", torch.compiler.disable(watch)))
 
 
 def full_tensor(value: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from effasr.checks import check
@@ -82,10 +83,10 @@ class OptimizerConfig:
             part of the update before that is scaled.
         exempt: Kinds of parameters without weight decay: ``biases``, ``norms``, ``embeddings``.
         implementation: ``fused``: AdamW that clips, updates, averages and casts in one pass, not
-            with fsdp2; on a CPU the same, step by step. ``torch``: AdamW of PyTorch, and LAMB of
-            ``pytorch_optimizer``. ``apex``: FusedAdam and FusedLAMB of NVIDIA's apex, CUDA only,
-            and not with fsdp2. ``auto``: ``fused`` on a GPU where it can be used, else ``torch``;
-            for LAMB apex where it can be used.
+            with fsdp2; on a CPU the same, step by step. ``torch``: AdamW of PyTorch, and LAMB in
+            its operations. ``apex``: FusedAdam and FusedLAMB of NVIDIA's apex, CUDA only, and not
+            with fsdp2. ``auto``: ``fused`` on a GPU where it can be used, else ``torch``; for LAMB
+            apex where it can be used.
     """
 
     name: Literal["adamw", "lamb", "muon"] = "adamw"
@@ -321,21 +322,16 @@ def clear_gradients(
         torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateImportUsage]
 
 
-# LAMB for large batches, from a library that implements it.
+# LAMB for large batches.
 
 
 def build_lamb(
     groups: Sequence[dict[str, Any]], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Build the optimizer from the groups of `parameter_groups`.
+    """Build the optimizer from the groups of `parameter_groups`: `Lamb`, or apex's FusedLAMB.
 
-    The result is that of the paper's third version, without bias correction of the moments and
-    without bounds on the norm of weights, with either library. Updates of parameters without weight
-    decay are not scaled, as in the authors' code. Gradients are not clipped here. No library can
-    skip an update on the device, so `apply_update` synchronizes with it once a step.
-
-    References:
-        You et al., 2020, https://arxiv.org/abs/1904.00962.
+    Gradients are not clipped here. Neither can skip an update on the device, so `apply_update`
+    synchronizes with it once a step.
     """
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     reason = apex_unsupported_reason(device, "fused_lamb.py", sharded=has_sharded(groups))
@@ -346,15 +342,56 @@ def build_lamb(
         return optimizers.FusedLAMB(
             list(groups), bias_correction=False, max_grad_norm=math.inf, **settings
         )
-    if importlib.util.find_spec("pytorch_optimizer") is None:
-        raise ValueError(
-            "`name` must not be 'lamb' here: `pytorch_optimizer` is not installed, and "
-            f"{reason or 'apex is not requested'}. "
-            "Install one (pip install 'effasr[lamb]'), or use adamw."
-        )
-    library = importlib.import_module("pytorch_optimizer")
-    # ``adam`` leaves a group's updates unscaled; ``adam_debias`` means no bias correction.
-    local = [{**group, "adam": not group["weight_decay"]} for group in groups]
-    optimizer = library.Lamb(local, weight_decouple=False, adam_debias=True, **settings)
-    optimizer.clamp = math.inf
-    return optimizer
+    return Lamb(groups, settings)
+
+
+# Operations on many tensors, which torch does not export.
+_ALL: Any = torch
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al. 2020, https://arxiv.org/abs/1904.00962) of whole or sharded parameters.
+
+    That of the paper's third version, without bias correction of the moments and without bounds on
+    the norm of weights. Updates of parameters without weight decay are not scaled, as in the
+    authors' code.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(group, parameters)
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        moments = "exp_avg", "exp_avg_sq"
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {name: torch.zeros_like(parameter) for name in moments}
+        states = [self.state[p] for p in parameters]
+        weights, gradients = _local(parameters), _local([p.grad for p in parameters])
+        first, second = (_local([x[name] for x in states]) for name in moments)
+        beta1, beta2 = group["betas"]
+        _ALL._foreach_lerp_(first, gradients, 1 - beta1)
+        _ALL._foreach_mul_(second, beta2)
+        _ALL._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        roots = _ALL._foreach_sqrt(second)
+        _ALL._foreach_add_(roots, group["eps"])
+        updates = _ALL._foreach_div(first, roots)
+        if group["weight_decay"]:
+            _ALL._foreach_add_(updates, weights, alpha=group["weight_decay"])
+            squares = torch.stack(_ALL._foreach_norm([*weights, *updates])).square()
+            if has_sharded([group]):
+                # No rank has a whole parameter, which would count several times.
+                mesh: Any = parameters[0].device_mesh  # type: ignore[attr-defined]
+                dist.all_reduce(squares, group=mesh.get_group())
+            before, change = squares.sqrt().chunk(2)
+            ratios = torch.where((before > 0) & (change > 0), before / change, 1.0)
+            _ALL._foreach_mul_(updates, list(ratios))
+        _ALL._foreach_add_(weights, updates, alpha=-group["lr"])
+
+
+def _local(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return this rank's parts of the tensors, which share their memory."""
+    return [x.to_local() if hasattr(x, "to_local") else x for x in tensors]

@@ -7,7 +7,7 @@ A step on S times the reference batch is worth between 1 and S reference steps: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -64,6 +64,15 @@ class AdaScale:
 
     With equal parts these are the paper's (OpenReview rygxdA4YPS, section 4). V and M are averaged
     over steps, and the gain is (S V + M) / (V + M). The norm |g| is that before clipping.
+
+    Where R ranks make updates of their own, no rank has g. Of the gradients g_r of the ranks, which
+    hold the parts w_r, Q = sum |g_r|^2 / w_r takes the place of |g|^2,
+
+        V = (sum |g_k|^2 / w_k - Q) / (K - R), and M = max(Q - R V, 0).
+
+    A learner that does not wait for the others measures the variance of its update, which is that
+    of the whole step times the number of ``learners``; it counts the steps of the plan since its
+    update before.
     """
 
     def __init__(
@@ -75,8 +84,10 @@ class AdaScale:
         factor: float,
         device: torch.device,
         copy: Callable[[Tensor], Reading],
+        learners: int = 1,
     ) -> None:
         self.scale = scale
+        self._learners = learners
         self.power = config.power
         default = max(1 - scale / 1000, 0.0)
         self._smoothing = default if config.smoothing is None else config.smoothing
@@ -84,15 +95,17 @@ class AdaScale:
         self._copy = copy
         # Written in place, so that a CUDA graph writes to the same address.
         self.square = torch.zeros((), device=device)
-        # Of this rank: sum over samples of |g_k|^2 per target, and their number.
-        self.sums = torch.zeros(2, device=device)
+        # Of this rank: sum over samples of |g_k|^2 per target, and their number. Where it makes an
+        # update of its own, |g_r|^2 per target, and 1.
+        self.sums = torch.zeros(4, device=device)
         # Averages of V and M, their number of steps, and the progress.
         self._state = torch.zeros(4, dtype=torch.float64, device=device)
         self._reading: Reading | None = None
         self.progress = 0.0  # In reference steps, as last read by `advance`
+        self._step: int | None = None  # The newest of the plan
         for parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_hook(self._see)
+                parameter.register_hook(self.see)
 
     def begin(self) -> None:
         self.sums.zero_()
@@ -106,16 +119,38 @@ class AdaScale:
             self.sums[0] += self.square / (targets * self._factor**2)
             self.sums[1] += 1
 
+    def see_rank(self, norm: Tensor, targets: float) -> None:
+        """Measure the gradient of a rank's own update, by its norm and number of targets."""
+        if targets:
+            self.sums[2] = (norm / self._factor).square() / targets
+            self.sums[3] = 1
+
     def update(
-        self, sums: Tensor, targets: Tensor, norm: Tensor, made: Tensor, seen: Tensor
+        self,
+        sums: Tensor,
+        targets: Tensor,
+        norm: Tensor | None,
+        made: Tensor,
+        seen: Tensor,
+        step: int | None = None,
     ) -> Tensor:
-        """Record a step, and return the factor of its learning rate."""
+        """Record a step of the plan, and return the factor of its learning rate.
+
+        ``norm`` is that of the whole gradient; None where ranks make updates of their own.
+        """
         variance, square, count, progress = self._state
-        squared_norm, samples = norm.double() ** 2, sums[1].double()
-        total = sums[0].double() * targets.double()
-        v = ((total - squared_norm) / (samples - 1)).clamp(min=0)
-        m = (squared_norm - v).clamp(min=0)
-        usable = made & seen & (samples > 1)
+        total, samples, squares, groups = sums.double()
+        total, squares = total * targets.double(), squares * targets.double()
+        if norm is not None:
+            squares, groups = norm.double() ** 2, torch.ones_like(groups)
+        v = ((total - squares) / (samples - groups)).clamp(min=0)
+        m = (squares - groups * v).clamp(min=0)
+        v = v / self._learners
+        usable = made & seen & (samples > groups)
+        passed = 1
+        if step is not None:
+            before = step - 1 if self._step is None else self._step
+            passed, self._step = max(step - before, 0), max(step, before)
         # Where a step is not included, its values are replaced too: they may be 0/0.
         v, m = torch.where(usable, v, variance), torch.where(usable, m, square)
         count = count + usable
@@ -125,7 +160,7 @@ class AdaScale:
         noise = torch.where(count > 0, variance, 0.0)
         whole = noise + square
         gain = torch.where(whole > 0, (self.scale * noise + square) / whole, 1.0)
-        self._state = torch.stack([variance, square, count, progress + gain * made])
+        self._state = torch.stack([variance, square, count, progress + gain * made * passed])
         factor = gain**self.power
         self._reading = self._copy(torch.stack([gain, self._state[3], factor]))
         return factor.float()
@@ -157,5 +192,12 @@ class AdaScale:
         """Count the steps of a run without AdaScale as reference steps."""
         self.load_state_dict({"averages": [0.0, 0.0, 0.0, float(step)], "progress": float(step)})
 
-    def _see(self, gradient: Tensor) -> None:
+    def merge(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on with the averages of all learners, from the progress of the fastest."""
+        averages = torch.tensor([state["averages"] for state in states], dtype=torch.float64)
+        progress = averages[:, 3].max().item()
+        merged = [*averages.mean(0)[:3].tolist(), progress]
+        self.load_state_dict({"averages": merged, "progress": progress})
+
+    def see(self, gradient: Tensor) -> None:
         self.square += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square()

@@ -10,14 +10,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from effasr import checkpoint
 from effasr.checks import check
 from effasr.data.batch import BatchTransfer
-from effasr.distributed.averager import Averager
+from effasr.distributed.averager import Averager, LocalUpdates
 from effasr.distributed.batch_norm import running_statistics
+from effasr.distributed.fsdp import watch_gradients
 from effasr.distributed.grad_sync import FlatGradientSync, gradient_sync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
@@ -100,11 +102,12 @@ def build_train_state(
     model: ASRModel,
     context: DistributedContext,
     make_averager: Callable[[nn.Module, Optimizer, list[Tensor]], Averager] | None = None,
+    learners: int = 1,
 ) -> TrainState:
     """Build the optimizer of a model and everything else that a step needs.
 
-    The ranks of ``context`` make a step together. ``make_averager`` is by default that of a
-    strategy in which all ranks make each step together.
+    The ranks of ``context``, one of several ``learners``, make a step together. ``make_averager``
+    is by default that of a strategy in which all ranks make each step together.
     """
     is_recorded = cuda_graph.uses_graph(config, context.device)
     # From here on the choice is made.
@@ -155,15 +158,20 @@ def build_train_state(
             "given",
             "set training.precision=bfloat16 or float32",
         )
+        apart = context.size if isinstance(averager, LocalUpdates) else learners
+        sharded = isinstance(trained, FSDPModule)
         adascale = AdaScale(
-            trained.parameters(),
+            () if sharded else trained.parameters(),
             config.optimizer.adascale,
-            scale=adascale_scale(config),
+            scale=adascale_scale(config, apart),
             # By which the step multiplies the loss.
             factor=context.size,
             device=context.device,
             copy=HostCopy,
+            learners=learners,
         )
+        if sharded:
+            watch_gradients(trained, adascale.see)
     check_residual_stream(config, context.device)
     weights = None
     if has_weight_copies(config, context):

@@ -511,12 +511,14 @@ def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
     return loss
 
 
-def adascale_scale(config: TrainConfig) -> float:
-    """Return the ratio of the batch to the reference batch."""
+def adascale_scale(config: TrainConfig, learners: int = 1) -> float:
+    """Return the ratio of the batch of all learners to the reference batch."""
     optimizer, count = config.optimizer, config.data.micro_batches
     assert optimizer.adascale is not None
-    rule = "be at least 2 with optimizer.adascale, which measures how their gradients differ"
-    check(count >= 2, "data.micro_batches", rule, count, "take more and smaller ones")
+    apart = "" if learners == 1 else f" and {learners} processes or learners with their own updates"
+    rule = f"be at least {2 * learners} with optimizer.adascale{apart}, as it measures how the "
+    rule += "gradients of an update's micro-batches differ"
+    check(count >= 2 * learners, "data.micro_batches", rule, count, "take more and smaller ones")
     if optimizer.adascale.scale is not None:
         return optimizer.adascale.scale
     scale = relative_batch(count, optimizer.lr_reference_micro_batches)

@@ -481,11 +481,6 @@ def _is_padded(model: ModelConfig) -> bool:
 def _check_strategy(config: TrainConfig) -> None:
     """Check for settings that a strategy does not support."""
     settings, strategy = config.training, config.training.strategy
-    if strategy != "ddp" and config.optimizer.adascale is not None:
-        raise ValueError(
-            "`optimizer.adascale` needs training.strategy ddp, in which each rank has its whole "
-            f"gradient before the all-reduce, but the strategy is {strategy}: change one of them."
-        )
     is_single = settings.max_epochs is None or config.optimizer.adascale is None
     rule = "be null with optimizer.adascale, whose steps count as several"
     remedy = "set training.max_steps"
@@ -519,11 +514,6 @@ def _check_strategy(config: TrainConfig) -> None:
     )
     remedy = "see `peak_memory_bytes` in metrics.jsonl of a short run, and choose it by that"
     check(config.data.frame_budget != "auto", "data.frame_budget", rule, "auto", remedy)
-    if config.optimizer.name == "lamb":
-        raise ValueError(
-            "`optimizer.name` must not be lamb with training.strategy fsdp2, because the available "
-            "implementations cannot compute norms of sharded parameters: use adamw, or ddp."
-        )
     if config.optimizer.name == "muon":
         raise ValueError(
             "`optimizer.name` must not be muon with training.strategy fsdp2, because the momentum "

@@ -165,7 +165,8 @@ def train_step(
         if adascale is not None:
             # Waits only for the step before, while the backward of this one runs.
             made = int(adascale.advance())
-            factor = adascale.update(squares, targets, norm, finite, splits[0] == 0)
+            whole, is_whole = None if is_local else norm, splits[0] == 0
+            factor = adascale.update(squares, targets, whole, finite, is_whole, step)
         lr = _update(state, step, config.learning_rate(made), factor, finite)
         if state.loss_scale is not None:
             state.loss_scale.update(finite)
@@ -274,8 +275,8 @@ def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:
     return OOMRecovery(gradient, sync, state.statistics, reason, state.context.device)
 
 
-_SUM_SIZES = (len(LOSSES), 1, 2, 1)
-"""`LOSSES`, splits, two sums of AdaScale, and the squared norm where ranks make own updates."""
+_SUM_SIZES = (len(LOSSES), 1, 4, 1)
+"""`LOSSES`, splits, four sums of AdaScale, and the squared norm where ranks make own updates."""
 
 
 def _sum_over_ranks(state: TrainState, recovery: OOMRecovery, *, is_local: bool) -> Tensor:
@@ -285,11 +286,15 @@ def _sum_over_ranks(state: TrainState, recovery: OOMRecovery, *, is_local: bool)
     for outcome in recovery.outcomes:
         losses += outcome.parts
     splits[0] = recovery.splits
-    if state.adascale is not None:
-        squares[:] = state.adascale.sums
     if is_local:
         # The ranks decide together whether to make an update, but each clips its own gradient.
-        local_norm[0] = clip_gradient(state) ** 2 / state.context.size
+        norm = clip_gradient(state)
+        local_norm[0] = norm**2 / state.context.size
+        if state.adascale is not None:
+            targets = sum(outcome.piece.batch.num_targets for outcome in recovery.outcomes)
+            state.adascale.see_rank(norm, targets)
+    if state.adascale is not None:
+        squares[:] = state.adascale.sums
     return state.context.all_reduce(sums)
 
 

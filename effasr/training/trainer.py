@@ -193,7 +193,8 @@ class Trainer:
         self.model.durations = None if durations is None else Durations(*durations)
         self.strategy = build.build_strategy(config, context)
         group = self.strategy.group
-        self.state = build.build_train_state(config, self.model, group, self.strategy.make_averager)
+        make_averager, learners = self.strategy.make_averager, self.strategy.learners
+        self.state = build.build_train_state(config, self.model, group, make_averager, learners)
         if is_sharded(self.state):
             checkpoints.share(context)
         self.validate = self._make_validator()
@@ -371,9 +372,8 @@ class Trainer:
 
         The gain of a step is available after the next one.
         """
-        adascale, last = self.state.adascale, self.config.training.known_steps
-        is_last = self.progress.step >= last or (adascale is not None and adascale.progress >= last)
-        return is_last or self._has_no_progress
+        is_last = self.progress.step >= self.config.training.known_steps
+        return is_last or self.strategy.has_progress(self.state) or self._has_no_progress
 
     @property
     def _has_no_progress(self) -> bool:

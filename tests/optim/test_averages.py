@@ -12,21 +12,31 @@ from effasr.training.step_stats import HostCopy
 TRUE = torch.tensor(True)
 
 
-def adascale(parameters=(), *, scale: float = 4.0, factor: float = 1.0, **settings) -> AdaScale:
+def adascale(
+    parameters=(), *, scale: float = 4.0, factor: float = 1.0, learners: int = 1, **settings
+) -> AdaScale:
     return AdaScale(
         parameters, AdaScaleConfig(**settings), scale=scale, factor=factor,
-        device=torch.device("cpu"), copy=HostCopy,
+        device=torch.device("cpu"), copy=HostCopy, learners=learners,
     )  # fmt: skip
 
 
-def take(measure: AdaScale, gradients: torch.Tensor, targets: torch.Tensor, **settings) -> list:
-    """Let it see samples with these mean gradients; return gain, progress and factor."""
-    parts = targets / targets.sum()
-    sums = torch.stack([((parts[:, None] * gradients) ** 2).sum(1).div(targets).sum(),
-                        torch.tensor(float(len(targets)))])  # fmt: skip
-    norm = (parts[:, None] * gradients).sum(0).norm()
+def take(
+    measure: AdaScale, gradients: torch.Tensor, targets: torch.Tensor, ranks: int = 1, **settings
+) -> list:
+    """Let it see samples with these mean gradients; return gain, progress and factor.
+
+    Several ranks make updates of their own.
+    """
+    sums, total = torch.zeros(4), targets.sum()
+    shares = targets[:, None] / total * gradients
+    for parts, counts in zip(shares.chunk(ranks), targets.chunk(ranks), strict=True):
+        measure.begin()
+        measure.see_rank(parts.sum(0).norm(), counts.sum())
+        sums += measure.sums
+    sums[:2] = torch.stack([(shares**2).sum(1).div(targets).sum(), torch.tensor(len(targets))])
     message = {"made": TRUE, "seen": TRUE} | settings
-    measure.update(sums, targets.sum(), norm, **message)
+    measure.update(sums, total, shares.sum(0).norm() if ranks == 1 else None, **message)
     return measure.reading.read()
 
 
@@ -43,19 +53,21 @@ def test_with_equal_samples_the_gain_is_the_papers():
     assert factor == pytest.approx(expected.item() ** 0.5, rel=1e-5)
 
 
-def test_the_estimates_are_unbiased_for_samples_of_unlike_size():
+@pytest.mark.parametrize(("ranks", "learners"), [(1, 1), (2, 1), (1, 3)])
+def test_the_estimates_are_unbiased_for_samples_of_unlike_size(ranks, learners):
     """Noise has the variance 1 / targets; the sum of the samples then has 1 / all targets."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.tensor([1.0, 5.0, 20.0, 2.0])
     truth = torch.full((6,), 0.2)
-    measure = adascale(smoothing=0.9999)
+    measure = adascale(smoothing=0.9999, learners=learners)
     for _ in range(4000):
         noise = torch.randn(4, 6, generator=generator) / targets.sqrt()[:, None]
-        take(measure, truth + noise, targets)
+        take(measure, truth + noise, targets, ranks)
     variance, square, *_ = measure.state_dict()["averages"]
-    assert variance == pytest.approx(6 / 28, rel=0.03)
+    # A learner of three has a third of the step.
+    assert variance == pytest.approx(6 / 28 / learners, rel=0.03)
     # Never negative, so a little above.
-    assert square == pytest.approx(0.24, rel=0.1)
+    assert square == pytest.approx(0.24, rel=0.1 * ranks)
 
 
 def test_the_gain_lies_between_one_and_the_scale():
@@ -110,9 +122,9 @@ def test_hooks_see_the_gradient_of_each_sample_and_not_their_sum():
         expected += sum(g.square().sum().item() for g in local) / targets
     with measure.sample(0):
         pass
-    assert measure.sums.tolist() == pytest.approx([expected, 2.0])
+    assert measure.sums.tolist() == pytest.approx([expected, 2.0, 0.0, 0.0])
     measure.begin()
-    assert measure.sums.tolist() == [0.0, 0.0]
+    assert not measure.sums.any()
 
 
 def test_it_goes_on_exactly_from_a_saved_state():
@@ -130,6 +142,26 @@ def test_it_goes_on_exactly_from_a_saved_state():
         assert take(second, gradients, equal) == take(straight, gradients, equal)
     second.begin_at(50)
     assert second.advance() == 50.0
+
+
+def test_learners_count_the_steps_of_the_plan_and_go_on_together():
+    equal = torch.full((4,), 3.0)
+    both = [adascale(), adascale()]
+    draw = torch.Generator().manual_seed(5)
+    gains = []
+    # The slow one takes every other step, and one out of order, which was counted.
+    for measure, steps in zip(both, ([0, 1, 2, 3], [0, 2, 1]), strict=True):
+        taken = [take(measure, torch.randn(4, 3, generator=draw), equal, step=n) for n in steps]
+        gains.append([gain for gain, _, _ in taken])
+        measure.advance()
+    fast, slow = (measure.state_dict() for measure in both)
+    assert fast["progress"] == pytest.approx(sum(gains[0]))
+    assert slow["progress"] == pytest.approx(gains[1][0] + 2 * gains[1][1])
+    for measure in both:
+        measure.merge([fast, slow])
+        averages = measure.state_dict()["averages"]
+        assert averages[0] == pytest.approx((fast["averages"][0] + slow["averages"][0]) / 2)
+        assert averages[3] == measure.advance() == max(fast["progress"], slow["progress"])
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -1,18 +1,31 @@
 """AdaScale in a run: on two ranks, over an interruption, and until its end."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from effasr.data.batch import Batch
+from effasr.distributed.averager import LocalSGDConfig
 from effasr.distributed.process_group import DistributedContext
 from effasr.optim.adamw import OptimizerConfig
 from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import build
+from effasr.training.config import adascale_scale
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
 from effasr.training.step_stats import StepCounts
+from effasr.training.strategies.parallelism import full_weights
 from effasr.training.trainer import run
-from tests.support.quiet_run import VOCABULARY, quiet_config, uneven_batch
+from tests.support.quiet_run import (
+    ALONE,
+    VOCABULARY,
+    make,
+    quiet_config,
+    uneven_batch,
+    weights,
+    with_loop,
+)
 from tests.support.run_ranks import check_ranks
 from tests.training.test_exactness import assert_same_end
 
@@ -20,8 +33,11 @@ SCALE, CLIP, STEPS = 8.0, 0.1, 3
 ADASCALE = OptimizerConfig(adascale=AdaScaleConfig(scale=8.0))
 
 
-def direct(model, train_state, batches: list[Batch]) -> tuple[float, float]:
-    """Variance of the step's gradient and its square, from every micro-batch's own gradient."""
+def direct(model, train_state, batches: list[Batch], ranks: int = 1) -> tuple[float, float]:
+    """Variance of the step's gradient and its square, from every micro-batch's own gradient.
+
+    Around the mean of the step, or those of ranks.
+    """
     counts = StepCounts.from_batches(batches, train_state.context, False, train_state.config.costs)
     total = counts.tensor(train_state.context.device)
     gradients, targets = [], []
@@ -31,30 +47,45 @@ def direct(model, train_state, batches: list[Batch]) -> tuple[float, float]:
         parts = torch.autograd.grad(loss, list(model.parameters()))
         gradients.append(torch.cat([part.flatten() for part in parts]).double())
         targets.append(batch.num_targets)
-    share = torch.tensor(targets, dtype=torch.float64) / sum(targets)
-    means = torch.stack(gradients) / share[:, None]
-    whole = torch.stack(gradients).sum(0)
-    spread = (share * (means - whole).square().sum(1)).sum() / (len(batches) - 1)
-    return spread.item(), max((whole.square().sum() - spread).item(), 0.0)
+    shares = torch.tensor(targets, dtype=torch.float64) / sum(targets)
+    spread, square = torch.zeros(()), torch.zeros(())
+    for rank in range(ranks):
+        share, parts = shares[rank::ranks], torch.stack(gradients[rank::ranks])
+        mean = parts.sum(0) / share.sum()
+        spread = spread + (share * (parts / share[:, None] - mean).square().sum(1)).sum()
+        square = square + share.sum() * mean.square().sum()
+    spread = spread / (len(batches) - ranks)
+    return spread.item(), max((square - ranks * spread).item(), 0.0)
 
 
 def gain(context: DistributedContext):
-    """Two micro-batches on each of two ranks, with clipping, against a direct computation."""
-    config = quiet_config(
-        OptimizerConfig(lr=1e-3, adascale=AdaScaleConfig(scale=SCALE, smoothing=0.5)), clip=CLIP
-    )
-    models, train_states = [], []
-    for ranks in (context, DistributedContext(0, 1, context.device)):
-        model = build.build_model(config, VOCABULARY, None, context.device)
+    for name, strategy in (("adamw", "ddp"), ("lamb", "ddp"), ("lamb", "fsdp2")):
+        check_gain(context, name, strategy)
+    check_gain(context, "adamw", "local_sgd")
+
+
+def check_gain(context: DistributedContext, name: Any, strategy: Any):
+    """Two micro-batches on each of two ranks, with clipping, against a direct computation.
+
+    And against one process, where ranks exchange gradients.
+    """
+    adascale = AdaScaleConfig(scale=SCALE, smoothing=0.5)
+    optimizer = OptimizerConfig(name=name, lr=1e-3, adascale=adascale)
+    local_sgd = LocalSGDConfig(period=1, warmup_steps=0)
+    config = quiet_config(optimizer, clip=CLIP, local_sgd=local_sgd)
+    is_local, models, train_states = strategy == "local_sgd", [], []
+    for kind, ranks in ((strategy, context), ("ddp", ALONE)):
+        model, state = make(with_loop(config, strategy=kind), ranks)
         models.append(model)
-        train_states.append(build.build_train_state(config, model, ranks))
+        train_states.append(state)
     plain = build.build_model(config, VOCABULARY, None, context.device)
     averages, progress = None, 0.0
     for step in range(STEPS):
         batches = [uneven_batch(4 * step + n) for n in range(4)]
         assert len({batch.num_targets for batch in batches}) > 2
-        plain.load_state_dict(models[0].state_dict())
-        now = direct(plain, train_states[1], batches)
+        with full_weights(train_states[0], models[0]):
+            plain.load_state_dict(models[0].state_dict())
+        now = direct(plain, train_states[1], batches, 2 if is_local else 1)
         keep = min(0.5, step / (step + 1))
         averages = [
             keep * old + (1 - keep) * new for old, new in zip(averages or now, now, strict=True)
@@ -65,7 +96,7 @@ def gain(context: DistributedContext):
         for train_state, share in (
             (train_states[0], batches[context.rank :: 2]),
             (train_states[1], batches),
-        ):
+        )[: 1 if is_local else 2]:
             report = train_step(train_state, share, step)
             assert report.lr == train_state.config.learning_rate(int(progress))
             assert report.gain is not None
@@ -75,9 +106,10 @@ def gain(context: DistributedContext):
             torch.testing.assert_close(factor, got**0.5)
             assert report.read()["grad_norm"] > CLIP, "the gradient was not clipped"
             rate = train_state.optimizer.param_groups[0]["lr"]
-            torch.testing.assert_close(rate.item(), report.lr * factor)
+            torch.testing.assert_close(float(rate), report.lr * factor)
         progress += expected
-    for ours, alone in zip(*(model.parameters() for model in models), strict=True):
+    ended = [weights(*pair) for pair in zip(models, train_states, strict=True)]
+    for ours, alone in () if is_local else zip(*ended, strict=True):
         # A key's bias has a gradient of mere rounding, which Adam makes as large as any.
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
     states = context.all_gather(train_states[0].adascale.state_dict())
@@ -117,6 +149,8 @@ def test_a_run_that_had_none_counts_its_steps(make_config, tmp_path):
 def test_what_cannot_be_measured_is_refused(make_config):
     with pytest.raises(ValueError, match=r"`data\.micro_batches` must be at least 2 with .* is 1"):
         run(make_config(data={"micro_batches": 1}, optimizer=ADASCALE))
+    with pytest.raises(ValueError, match=r"at least 6 .* and 3 processes or learners .* is 4"):
+        adascale_scale(make_config(data={"micro_batches": 4}, optimizer=ADASCALE), 3)
     wide = OptimizerConfig(lr_reference_micro_batches=8, adascale=AdaScaleConfig())
     with pytest.raises(ValueError, match=r"must be at most data\.micro_batches, 2, .* but is 8"):
         run(make_config(optimizer=wide))

@@ -147,8 +147,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_an_interrupted_run_ends_alike(case, request, model_config, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     maker, training, settings = CASES[case]
-    if case == "lamb":
-        pytest.importorskip("pytorch_optimizer")
     make = partial(request.getfixturevalue(maker), **settings)
     if "model" in settings:
         model = replace(model_config, decoder=None, **settings["model"])

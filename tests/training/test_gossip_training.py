@@ -13,6 +13,8 @@ from effasr.data.loader import Loader
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.cost import cost_model
+from effasr.optim.adamw import OptimizerConfig
+from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import build
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus
@@ -160,6 +162,27 @@ def test_learners_of_two_processes(make_config, tones, tmp_path):
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["learner_steps"] == [len(made[0]), len(made[2])]
     load_model(resolve(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_adascale_ends_the_run_of_all_learners(make_config, tmp_path):
+    """By the progress of the fastest, with a gain that is about that of ddp."""
+    adascale = OptimizerConfig(lr=1e-4, adascale=AdaScaleConfig(scale=4.0))
+    loop = {"max_steps": 24, "checkpoint_every": 100, "threads": 1}
+    settings = {"data": {"micro_batches": 8}, "optimizer": adascale}
+    assert run(make_config(name="ddp", training=loop, **settings)) == 0
+    apart = make_config(training=loop | {"strategy": "adpsgd"}, **settings)
+    message = train(apart, tmp_path, [{}, {"pause_s": 0.2}], [0, 0])
+    assert "done: " in message[0]
+    (*_, expected), (*_, last) = (
+        read_lines(tmp_path / name / "metrics.jsonl") for name in ("ddp", "run")
+    )
+    assert last["step"] < 24 <= last["progress"]
+    rates = [line["progress"] / line["step"] for line in (expected, last)]
+    assert 1 < rates[1] == pytest.approx(rates[0], rel=0.15)
+    assert run(apart) == 0
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1] == last, "it goes on"
 
 
 def test_error_messages(make_config):

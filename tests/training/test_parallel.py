@@ -34,7 +34,6 @@ from effasr.model.text_encoder import TextEncoderConfig
 from effasr.nn.experts import ExpertsConfig
 from effasr.nn.lora import LoRAConfig
 from effasr.optim.adamw import OptimizerConfig, initialize_state
-from effasr.optim.adascale import AdaScaleConfig
 from effasr.training import build, cuda_graph
 from effasr.training.config import LossConfig, TeacherConfig, TrainConfig
 from effasr.training.resolve import resolve_config
@@ -395,10 +394,12 @@ def untranscribed(number: int, *, reserved: int = 0) -> Batch:
 taught = partial(untranscribed, reserved=9)
 
 
-def muon(context: DistributedContext):
-    """Each rank orthogonalizes some of the matrices."""
-    optimizer = OptimizerConfig(name="muon", lr=1e-2, eps=1e-4)
-    alike(context, uneven_batch, quiet_config(optimizer, clip=0.5), strategies=("ddp",))
+def optimizers(context: DistributedContext):
+    """Each rank orthogonalizes some of the matrices; norms for LAMB are of whole parameters."""
+    muon = OptimizerConfig(name="muon", lr=1e-2, eps=1e-4)
+    alike(context, uneven_batch, quiet_config(muon, clip=0.5), strategies=("ddp",))
+    lamb = OptimizerConfig(name="lamb", lr=1e-2, eps=1e-4)
+    alike(context, empty_or_uneven, quiet_config(lamb), strategies=("ddp", "fsdp2"))
 
 
 class Nested(torch.nn.Module):
@@ -449,7 +450,7 @@ def compiled_pretraining(context: DistributedContext):
 @pytest.mark.parametrize(
     "functions",
     [
-        (strategies, muon, lists_in_layers),
+        (strategies, optimizers, lists_in_layers),
         (text, experts),
         (shared_text,),
         (recomputed, partly_frozen_text),
@@ -462,7 +463,7 @@ def compiled_pretraining(context: DistributedContext):
     ],
     ids=lambda functions: functions[0].__name__,
 )
-@pytest.mark.representative(functions=(strategies, muon, lists_in_layers))
+@pytest.mark.representative(functions=(strategies, optimizers, lists_in_layers))
 def test_training_on_two_ranks_is_that_of_one_process(functions):
     if "language_model" in functions[0].__name__:
         pytest.importorskip("transformers")
@@ -545,7 +546,6 @@ def test_two_ranks_go_on_to_the_last_bit(make_config, tmp_path, strategy):
 
 
 FSDP2 = {"strategy": "fsdp2"}
-ADASCALE = OptimizerConfig(adascale=AdaScaleConfig(scale=2.0))
 
 
 @pytest.mark.parametrize(
@@ -555,15 +555,8 @@ ADASCALE = OptimizerConfig(adascale=AdaScaleConfig(scale=2.0))
          r"`training\.cuda_graph` must be false with training\.strategy fsdp2"),
         ({"training": FSDP2, "data": {"frame_budget": "auto"}},
          r"`data\.frame_budget` must be a number with training\.strategy fsdp2"),
-        ({"training": FSDP2, "optimizer": OptimizerConfig(name="lamb")},
-         r"`optimizer\.name` must not be lamb with training\.strategy fsdp2"),
         ({"training": FSDP2, "optimizer": OptimizerConfig(name="muon")},
          r"`optimizer\.name` must not be muon with training\.strategy fsdp2"),
-        *(
-            ({"training": {"strategy": strategy}, "optimizer": ADASCALE},
-             r"`optimizer\.adascale` needs training\.strategy ddp")
-            for strategy in ("fsdp2", "local_sgd")
-        ),
     ],
 )  # fmt: skip
 def test_error_messages(make_config, settings, message):

@@ -45,7 +45,6 @@ _PACKAGES = {
     "tokenizers": "tokenizers of Hugging Face",
     "whisper-normalizer": "normalizer whisper_english",
     "espeakng-loader": "the speech of the demo",
-    "pytorch_optimizer": "LAMB",
 }
 _VOCABULARY = 1_024
 """Of a recipe's model, whose backends do not depend on it."""

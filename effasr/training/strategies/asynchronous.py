@@ -65,8 +65,10 @@ class AsynchronousStrategy(SynchronousStrategy):
 
     def __init__(self, config: TrainConfig, learners: Learners) -> None:
         super().__init__(config, learners.context)
-        self.group = learners.own
+        self.group, self.learners = learners.own, learners.count
         self._learners = learners
+        # Whether this learner has made a step since the last synchronization.
+        self._is_apart = False
         self._last_logged: tuple[int, float] | None = None
 
     def describe(self) -> Iterator[str]:
@@ -87,6 +89,7 @@ class AsynchronousStrategy(SynchronousStrategy):
         self, loader: Loader, state: TrainState, progress: RunProgress
     ) -> Iterator[Iterator[StepBatch | None]]:
         averaging, phases = self._averaging, state.phases
+        self._state = state
 
         def begin() -> None:
             # A learner without an update would have no moments to average.
@@ -113,7 +116,9 @@ class AsynchronousStrategy(SynchronousStrategy):
         return data.number // self._learners.count
 
     def must_stop(self, stop: StopRequest, progress: RunProgress) -> bool:
-        return bool(stop)
+        self._is_apart = True
+        # The others have to be asked to stop, too.
+        return bool(stop) or super().has_progress(self._state)
 
     def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
         progress.step = self._learners.finish(data.number, stopping=stopping)
@@ -132,8 +137,16 @@ class AsynchronousStrategy(SynchronousStrategy):
         # Each learner has observed its own losses; all must continue with the same objective.
         objective = {name: value.cpu() for name, value in state.objective.state_dict().items()}
         state.objective.load_state_dict(self._context.broadcast(objective))
-        self.is_stopping = learners.stopped or progress.step == self._config.training.stop_at
+        if state.adascale is not None:
+            state.adascale.merge(self._context.all_gather(state.adascale.state_dict()))
+        # The last step of a run, at which all learners were asked to stop, is none to go on from.
+        self._is_apart = False
+        asked = learners.stopped and not self.has_progress(state)
+        self.is_stopping = asked or progress.step == self._config.training.stop_at
         return self._context is not before
+
+    def has_progress(self, state: TrainState) -> bool:
+        return not self._is_apart and super().has_progress(state)
 
     def metrics(self, progress: RunProgress, watchdog: Watchdog, data: StepBatch | None) -> dict:
         """Return the speed since the last call, and at sync points the consensus distance."""

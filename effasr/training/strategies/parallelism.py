@@ -155,6 +155,8 @@ class SynchronousStrategy:
     waiting_phase = LOADING
     # Whether a line is logged at each sync point.
     logs_sync_points = False
+    # Groups that do not wait for each other.
+    learners = 1
 
     def __init__(self, config: TrainConfig, context: DistributedContext) -> None:
         self._config = config
@@ -196,6 +198,11 @@ class SynchronousStrategy:
         """Return whether this rank requests a stop after the step that begins now."""
         settings = self._config.training
         return bool(stop) or progress.step + 1 in (settings.stop_at, settings.freeze_steps)
+
+    def has_progress(self, state: TrainState) -> bool:
+        """Return whether all steps were worth enough reference steps, by AdaScale."""
+        last = self._config.training.known_steps
+        return state.adascale is not None and state.adascale.progress >= last
 
     def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
         progress.step += 1
