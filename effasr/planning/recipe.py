@@ -56,7 +56,7 @@ class Practice:
     freq_masks: int = 2
     freq_width: int = 27  # mel bands
     time_masks: int
-    masks_after_ctc: float | None = None  # nats a token; None: with the first step
+    masks_after_ctc: float | None = None  # a share: see SpecAugmentConfig
     batch_seconds: float  # audio of a step
     epochs: float  # a speed-perturbed copy counts as one pass
     least_steps: int

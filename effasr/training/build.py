@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -37,6 +38,7 @@ from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, rela
 from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale
+from effasr.training.diagnostics.detectors import CTCBaseline
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.kernels import select_backends
 from effasr.training.loss import Objective
@@ -103,6 +105,7 @@ def build_train_state(
     context: DistributedContext,
     make_averager: Callable[[nn.Module, Optimizer, list[Tensor]], Averager] | None = None,
     learners: int = 1,
+    baseline: CTCBaseline | None = None,
 ) -> TrainState:
     """Build the optimizer of a model and everything else that a step needs.
 
@@ -184,8 +187,10 @@ def build_train_state(
     if is_recorded and context.size > 1:
         # Before the recording, which keeps the addresses of gradients.
         grad_sync = FlatGradientSync(trained, context)
-    objective = Objective(config.loss, context.device, config.model.spec_augment.after_ctc)
-    if config.model.spec_augment.after_ctc is not None:
+    masks_after = config.model.spec_augment.after_ctc
+    blind = math.nan if baseline is None else baseline.loss
+    objective = Objective(config.loss, context.device, masks_after, blind)
+    if masks_after is not None:
         model.masks_on = objective.masks_on
     state = TrainState(
         config=StepConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from effasr.checks import check
+from effasr.data.features.spec_augment import check_after_ctc
 from effasr.model.losses import Losses
 
 LOSSES = ("loss", "cross_entropy", "ctc", "transducer", "guided", "consistency")
@@ -34,14 +36,13 @@ class LossConfig:
         guided_weight: g; 0 leaves the penalty out.
         guided_sigma: Width of the diagonal, as a part of the utterance.
         guided_after_ctc: The penalty is on, for good, once the running average of the CTC loss
-            per token (nats) has fallen under this. None: from the first step.
+            has fallen under this share of the loss that the corpus allows without listening, its
+            plateau: see `CTCBaseline`. None: from the first step.
         ctc_weight_before: w until then; None: ``ctc_weight`` all along.
         consistency_weight: c, of the distance of speech from its transcript as the text encoder
             reads it, under the best monotone alignment, before the layers that both share; see
             `best_alignment_loss`. 0 leaves it out.
-        consistency_after_ctc: The distance counts, for good, once the running average of the CTC
-            loss per token (nats) has fallen under this; before, the representations may collapse.
-            None: from the first step.
+        consistency_after_ctc: The same for the distance; before, representations may collapse.
     """
 
     label_smoothing: float = 0.1
@@ -69,6 +70,7 @@ class LossConfig:
                 "`ctc_weight_before` needs `guided_after_ctc`, the CTC loss that ends it."
             )
         for name in ("guided_after_ctc", "consistency_after_ctc"):
+            check_after_ctc(name, getattr(self, name))
             if getattr(self, name) is not None and self.ctc_weight == 0:
                 raise ValueError(f"`{name}` needs a `ctc_weight` above 0, but it is 0.")
 
@@ -77,7 +79,11 @@ class Objective:
     """Weighs the losses of a micro-batch as its share of the loss of the global step."""
 
     def __init__(
-        self, config: LossConfig, device: torch.device, masks_after_ctc: float | None = None
+        self,
+        config: LossConfig,
+        device: torch.device,
+        masks_after_ctc: float | None = None,
+        blind_ctc: float = math.nan,
     ) -> None:
         if config.ctc_weight is None or config.transducer_weight is None:
             raise ValueError(
@@ -91,6 +97,8 @@ class Objective:
         # Whether SpecAugment masks: see `SpecAugmentConfig.after_ctc`.
         self.masks_on = torch.tensor(masks_after_ctc is None, device=device)
         self._masks_after_ctc = masks_after_ctc
+        # The CTC loss per token at its plateau; NaN where nothing is transcribed.
+        self._blind_ctc = blind_ctc
         self.consistency_on = torch.tensor(config.consistency_after_ctc is None, device=device)
 
     @property
@@ -142,7 +150,7 @@ class Objective:
         self._ctc_average.copy_(torch.where(valid, updated, self._ctc_average))
         for switch, threshold in switches:
             if threshold is not None:
-                switch |= self._ctc_average < threshold
+                switch |= self._ctc_average < threshold * self._blind_ctc
 
     def state_dict(self) -> dict[str, Any]:
         state = {"average": self._ctc_average.clone(), "on": self.guided_on.clone()}

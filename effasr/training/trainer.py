@@ -39,7 +39,7 @@ from effasr.training.config import (
     run_folder,
 )
 from effasr.training.diagnostics import examples
-from effasr.training.diagnostics.monitor import build_diagnostics
+from effasr.training.diagnostics.monitor import build_diagnostics, ctc_baseline
 from effasr.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, is_finite
 from effasr.training.fault_tolerance.phase_tracker import WAITING
 from effasr.training.fault_tolerance.stop import StopInterrupt, StopRequest, listening
@@ -194,14 +194,17 @@ class Trainer:
         self.strategy = build.build_strategy(config, context)
         group = self.strategy.group
         make_averager, learners = self.strategy.make_averager, self.strategy.learners
-        self.state = build.build_train_state(config, self.model, group, make_averager, learners)
+        baseline = ctc_baseline(config, resolved.corpus)
+        self.state = build.build_train_state(
+            config, self.model, group, make_averager, learners, baseline
+        )
         if is_sharded(self.state):
             checkpoints.share(context)
         self.validate = self._make_validator()
         self.metrics = TrainingMetrics(context.device, group.size)
         self.mixture_stats = MixtureStats(resolved.corpus)
         self.gauges = build.build_gauges(self.state)
-        self.diagnostics = build_diagnostics(config, self.model, resolved.corpus)
+        self.diagnostics = build_diagnostics(config, self.model, resolved.corpus, baseline)
         autocast, on_nan = self.state.config.autocast, config.training.on_nan
         settings = self.model, autocast, on_nan, group, run_log.skipped
         is_scaled = self.state.loss_scale is not None

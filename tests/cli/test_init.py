@@ -88,7 +88,7 @@ def test_every_size_trains(row, effasr, workplace, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hours", "size"), [(0.2, 1), (3.9, 1), (4, 10), (29, 10), (30, 100), (299, 100), (3e5, 1000)]
+    ("hours", "size"), [(0.2, 3), (9.9, 3), (10, 20), (29, 20), (30, 100), (299, 100), (3e5, 1000)]
 )
 def test_practice_goes_by_hours(hours, size):
     assert practice_for(hours).hours == size
@@ -145,7 +145,7 @@ def test_an_utterance_counts_with_the_silence_that_extends_it(workplace):
     """A Whisper computes 30 s of each utterance, however short it is."""
     made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
     requested = replace(
-        made, practice=practices()[1], hours=10.0, utterances=9000, longest=6.0,
+        made, practice=practices()[1], hours=20.0, utterances=9000, longest=6.0,
         framing=Framing(subsampling=2, minimum=1500), device="cpu",
     )  # fmt: skip
     budget, count = requested.frames

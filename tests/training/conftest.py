@@ -166,14 +166,14 @@ def make_config(tones, model_config, tmp_path) -> Callable[..., TrainConfig]:
         output=str(tmp_path),
         seed=3,
         model=replace(
-            model_config, spec_augment=SpecAugmentConfig(freq_masks=1, time_masks=1, after_ctc=8.0)
+            model_config, spec_augment=SpecAugmentConfig(freq_masks=1, time_masks=1, after_ctc=1.0)
         ),
         loss=LossConfig(
             ctc_weight=0.3,
             transducer_weight=0.0,
             ctc_weight_before=0.5,
             guided_weight=1.0,
-            guided_after_ctc=8.0,
+            guided_after_ctc=1.0,
         ),
         schedule=ScheduleConfig(name="cosine", warmup_steps=4),
         data={

@@ -103,7 +103,7 @@ def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_to
          [False, False, True, False],
          ["fewer than 1.8 encoder frames", "encoder.subsampling=4", "larger vocabulary"], "warmup"),
         (SHORT, False, [(4.0, 50, 2000, 3)], [True], ["larger vocabulary"], "subsampling"),
-        (LONG, True, [(4.0, 50, 2000, 3)], [True], ["optimizer.lr", "after_ctc=2.8"], "vocabulary"),
+        (LONG, True, [(4.0, 50, 2000, 3)], [True], ["optimizer.lr", "after_ctc=0.7"], "vocabulary"),
         # With enough frames it has more steps.
         (LONG, True, [(4.0, 50, 99, 30)], [False], [], ""),
         (LONG, True, [(4.0, 50, 1000, 1)], [False], [], ""),

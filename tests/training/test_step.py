@@ -174,9 +174,9 @@ GATED = LossConfig(
     transducer_weight=0.0,
     ctc_weight_before=0.5,
     guided_weight=2.0,
-    guided_after_ctc=1.0,
+    guided_after_ctc=0.25,
     consistency_weight=3.0,
-    consistency_after_ctc=2.0,
+    consistency_after_ctc=0.5,
 )
 
 
@@ -241,7 +241,7 @@ def test_a_penalty_that_need_not_wait_any_more_is_on_at_once():
 
 
 def test_the_penalty_and_masks_wait_for_ctc_and_then_stay():
-    objective = Objective(GATED, CPU, masks_after_ctc=2.0)
+    objective = Objective(GATED, CPU, masks_after_ctc=0.5, blind_ctc=4.0)
     objective.observe(torch.tensor(3.0), YES)
     for value in (torch.nan, 0.0):
         # Steps that are not valid are not observed.
@@ -254,7 +254,7 @@ def test_the_penalty_and_masks_wait_for_ctc_and_then_stay():
         observed += 1
         assert bool(objective.guided_on) == (average < 1.0)
         assert bool(objective.masks_on) == (average < 2.0)
-        resumed = Objective(GATED, CPU, masks_after_ctc=2.0)
+        resumed = Objective(GATED, CPU, masks_after_ctc=0.5, blind_ctc=4.0)
         resumed.load_state_dict(objective.state_dict())
         assert resumed.masks_on == objective.masks_on
         assert resumed.consistency_on == objective.consistency_on == objective.masks_on
@@ -274,6 +274,7 @@ def test_the_penalty_and_masks_wait_for_ctc_and_then_stay():
         ({"guided_sigma": 0.0}, "`guided_sigma` must be positive"),
         ({"transducer_weight": -0.1}, "`transducer_weight` must lie between 0 and 1, but is -0.1"),
         ({"ctc_weight_before": 0.5}, "needs `guided_after_ctc`"),
+        ({"guided_after_ctc": 3.0}, "`guided_after_ctc` must be null or in .0, 1., a share"),
         ({"guided_after_ctc": 1.0, "ctc_weight": 0.0}, "needs a `ctc_weight` above 0"),
         ({"consistency_after_ctc": 1.0, "ctc_weight": 0.0}, "needs a `ctc_weight` above 0"),
         ({"ctc_weight": 0.3}, "must be numbers here: see `resolve_losses`"),

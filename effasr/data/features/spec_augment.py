@@ -23,9 +23,9 @@ class SpecAugmentConfig:
         freq_width: Widest of them, in mel bins.
         time_masks: Stretches of time hidden per utterance.
         time_width: Longest of them, as a share of the utterance.
-        after_ctc: Masking begins, for good, once the running average of the CTC loss per token
-            (nats) has fallen under this: masks keep CTC longer at its plateau. Null: with the first
-            step.
+        after_ctc: Masking begins, for good, once the running average of the CTC loss has fallen
+            under this share of the loss that the corpus allows without listening, its plateau:
+            masks keep CTC there longer. Null: with the first step.
     """
 
     freq_masks: int = 0
@@ -40,6 +40,13 @@ class SpecAugmentConfig:
                 raise ValueError(f"`{name}` must be at least 0, but is {getattr(self, name)}.")
         rule = "be in [0, 1], a share of the utterance"
         check(0 <= self.time_width <= 1, "time_width", rule, self.time_width, "for 5 % write 0.05")
+        check_after_ctc("after_ctc", self.after_ctc)
+
+
+def check_after_ctc(name: str, share: float | None) -> None:
+    rule = "be null or in (0, 1], a share of the CTC loss without listening"
+    remedy = "0.7 is usual for masks, 0.35 for guided attention"
+    check(share is None or 0 < share <= 1, name, rule, share, remedy)
 
 
 def spec_augment(mel: MelFrames, config: SpecAugmentConfig, on: Tensor | None = None) -> Tensor:

@@ -160,8 +160,8 @@ class CTCPlateau(Detector):
 
     def _remedy(self, is_short: bool) -> str:
         if not is_short:
-            late = f"model.spec_augment.after_ctc={0.7 * self.baseline.loss:.1f}"
-            first = f"let masks begin later ({late}); " if self.masks_early else ""
+            late = "let masks begin later (model.spec_augment.after_ctc=0.7); "
+            first = late if self.masks_early else ""
             return (
                 f"{first}lower optimizer.lr, such as to 6e-4 with 20 s of audio a step; start "
                 "from a trained model (init_from); check that the texts belong to the audio."

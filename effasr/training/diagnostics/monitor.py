@@ -187,17 +187,20 @@ class Diagnostics:
         return {name: part for name, part in detectors.items() if part is not None and part.STATE}
 
 
+def ctc_baseline(config: TrainConfig, corpus: TrainingCorpus) -> CTCBaseline | None:
+    if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):
+        return CTCBaseline.from_transcripts(corpus.transcripts(_MAX_TRANSCRIPTS))
+    return None
+
+
 def build_diagnostics(
-    config: TrainConfig, model: ASRModel, corpus: TrainingCorpus
+    config: TrainConfig, model: ASRModel, corpus: TrainingCorpus, baseline: CTCBaseline | None
 ) -> Diagnostics | None:
     settings = config.training.diagnostics
     # They watch the outputs of an encoder-decoder model, CTC or a transducer.
     is_watched = config.model.language_model is None and config.model.best_rq is None
     if settings is None or not is_watched or config.data.text_alone:
         return None
-    baseline = None
-    if config.model.ctc and (config.loss.ctc_weight or config.loss.ctc_weight_before):
-        baseline = CTCBaseline.from_transcripts(corpus.transcripts(_MAX_TRANSCRIPTS))
     encoder, masks = config.model.encoder, config.model.spec_augment
     return Diagnostics(
         settings,
