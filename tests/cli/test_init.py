@@ -145,7 +145,7 @@ def test_an_utterance_counts_with_the_silence_that_extends_it(workplace):
     """A Whisper computes 30 s of each utterance, however short it is."""
     made = Initial.of([workplace.folder / "train"], tokenizer=workplace.folder / "none").request
     requested = replace(
-        made, practice=practices()[1], hours=20.0, utterances=9000, longest=6.0,
+        made, practice=practices()[1], hours=20.0, utterances=18_000, longest=6.0,
         framing=Framing(subsampling=2, minimum=1500), device="cpu",
     )  # fmt: skip
     budget, count = requested.frames
