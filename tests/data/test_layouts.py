@@ -162,11 +162,16 @@ def test_kaldi_channels_and_segments(tmp_path, first, second) -> None:
     (folder / "wav.scp").write_text("call-A call.wav\ncall-B call.wav\n")
     (folder / "reco2file_and_channel").write_text(f"call-A call {first}\ncall-B call {second}\n")
     (folder / "segments").write_text(
-        "a call-A 0 0.5\nb call-B 0.5 1.35\nzero call-A 0.5 0.5\nfar call-A 0.5 1.9\n"
+        "a call-A 0 0.5\nb call-B 0.5 -1\nzero call-A 0.5 0.5\nfar call-A 0.5 1.9\n"
     )
-    (folder / "text").write_text("a one\nb two\nzero three\nfar four\nnowhere five\n")
+    (folder / "text").write_text("a one two\nb\tdrei\nzero three\nfar four\nnowhere five\n")
+    (folder / "utt2spk").write_text("a anna\nb ben\n")
+    (folder / "utt2lang").write_text("b de\n")
     selected, dropped = prepared(folder, tmp_path)
     assert [(hertz(cut), cut.duration) for cut in selected] == [(300, 0.5), (500, 0.5)]
+    assert texts(selected) == ["one two", "drei"]
+    assert [cut.supervisions[0].speaker for cut in selected] == ["anna", "ben"]
+    assert [prompt_of(cut).source for cut in selected] == ["en", "de"]
     reasons = {row["id"]: row["reason"] for row in dropped}
     malformed = dict.fromkeys(("zero", "nowhere"), "malformed_row")
     assert reasons == malformed | {"far": "duration_mismatch"}
@@ -331,24 +336,6 @@ def test_malformed_folders(tmp_path, files, message):
         write_tone(tmp_path / "u.wav", 1.0)
     with pytest.raises(ValueError, match=message):
         read(write_files(tmp_path, files))
-
-
-def test_kaldi_folder(tmp_path):
-    write_tone(tmp_path / "rec.wav", 2.0)
-    files = {
-        "wav.scp": "rec rec.wav\n",
-        "text": "u1 one two\nu2\tdrei\n",
-        "segments": "u1 rec 0.5 1.25\nu2 rec 1.5 -1\n",
-        "utt2spk": "u1 anna\nu2 ben\n",
-        "utt2lang": "u2 de\n",
-    }
-    folder = write_files(tmp_path, files)
-    first, second = read(folder)
-    assert (first.id, first.start, first.duration) == ("u1", 0.5, 0.75)
-    assert (second.id, second.start, second.duration) == ("u2", 1.5, 0.5)
-    assert [cut.supervisions[0].text for cut in (first, second)] == ["one two", "drei"]
-    assert first.supervisions[0].speaker == "anna"
-    assert (prompt_of(first).source, prompt_of(second).source) == ("en", "de")
 
 
 def test_linked_folders_are_entered_once(tmp_path):

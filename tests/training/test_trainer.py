@@ -26,7 +26,6 @@ from effasr.training.diagnostics.probe import ProbeSums
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.training.conftest import at_step
-from tests.training.test_exactness import assert_same_end
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -88,19 +87,6 @@ def test_audio_that_proves_unreadable_is_left_out_and_listed(make_config, tones,
     assert sorted(line["step"] for line in lines) == [line["step"] for line in lines]
     with pytest.raises(ValueError, match="broken"):
         run(make_config(data={"train": str(manifest)}, name="strict"))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.representative(number=signal.SIGTERM)
-def test_a_request_to_stop_saves_and_exits_with_zero(make_config, tmp_path, monkeypatch, number):
-    with monkeypatch.context() as patch:
-        at_step(patch, 5, lambda: os.kill(os.getpid(), number))
-        assert run(make_config()) == 0
-    # The request arrives during step 5; the step after it is the one that ends.
-    assert checkpoint_steps(tmp_path / "run") == [4, 6]
-    assert run(make_config()) == 0
-    assert run(make_config(name="straight")) == 0
-    assert_same_end(tmp_path / "run", tmp_path / "straight", 12)
 
 
 def test_a_stop_before_the_first_step_ends_at_once(make_config, tmp_path, monkeypatch):
