@@ -1,4 +1,6 @@
-"""What is wrong with a recipe, a manifest or a recording: one line that says what to do."""
+"""What is wrong with a manifest, a model or an output: one line that says what to do."""
+
+import shutil
 
 import pytest
 
@@ -64,21 +66,44 @@ def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(train
     assert limit.partition("=")[0].rpartition(".")[2] in lines[0]["details"]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.encoder.subsampling=4", "encoder.subsampling.depthwise2.weight"),
-        ("model.encoder.width=32", "Leave `model` out of the recipe"),
-    ],
-)
-def test_weights_of_another_architecture_are_refused_by_name(train, model, override, message):
-    failed = train(f"init_from={model}", "data.tokenizer=''", override)
-    assert failed.code == 2
-    assert "of another architecture, in " in failed.error
-    assert message in failed.error
-    assert len(failed.error) < 600
-
-
 def test_the_error_of_a_file_is_one_line():
     error = FileNotFoundError(2, "No such file or directory", "a\nb.wav")
     assert explain(error) == "a\\nb.wav: No such file or directory."
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", "abc", "model.safetensors is damaged"),
+        ("tokenizer", None, "tokenizer: holds neither"),
+        ("tokenizer/en.model", "abc", "is no SentencePiece model"),
+        ("model.yaml", None, "must be a model directory or a run with a checkpoint"),
+        ("", None, "must be a model directory or a run with a checkpoint"),
+    ],
+)
+def test_a_damaged_model_directory(effasr, workplace, model, tmp_path, file, content, message):
+    path = model / file
+    if content is None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    else:
+        path.write_text(content)
+    out = tmp_path / "out"
+    for outcome in (
+        effasr("evaluate", "--run", model, "--manifest", workplace.folder / "dev"),
+        effasr("transcribe", "--run", model, workplace.wav),
+        effasr("export", model, out),
+    ):
+        assert outcome.code == 2
+        assert message in outcome.error
+        assert outcome.out == ""
+    assert not out.exists()
+
+
+def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tmp_path):
+    path = manifest({}, *({"lang": "fr", "id": str(number)} for number in range(50)))
+    command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
+    done = effasr(*command)
+    assert done.code == 1
+    assert done.err == "effasr evaluate: 50 utterances failed and are not counted\n"
+    assert "50 failed and are not counted" in done.out
+    assert "  and 30 more\n" in done.out

@@ -135,22 +135,6 @@ def test_what_if_for_people_and_with_a_calibration(effasr, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--tflops", "3"), "`--tflops` must be given with `--what-if`, but is 3."),
-        (("--what-if", "--strategy", "all"), "`--strategy` must be left out with `--what-if`"),
-        (("--what-if", "--calibration", "{other}"), "must be a file of `effasr calibrate`"),
-    ],
-)
-def test_what_if_refuses(effasr, corpus, options, message):
-    other = corpus.with_name("other.json")
-    other.write_text('{"frame_budget": 3}')
-    done = effasr("plan", corpus, *(text.format(other=other) for text in options))
-    assert done.code == 2
-    assert message in done.err
-
-
-@pytest.mark.parametrize(
     ("options", "advice"),
     [
         (("--frame-budget", "2000"), "No change is needed: train with these budgets."),

@@ -1,10 +1,12 @@
 """Command lines that are refused: the exit code 2, and one line that says what to do."""
 
+import json
 import shlex
 
 import pytest
 import torch
 
+NO_GPU = "PyTorch sees no GPU. Use cpu or auto."
 ARGUMENTS = [
     ("trian", "effasr: 'trian' is no command: did you mean train? (see effasr --help)"),
     ("plan --strateg all", "unrecognized arguments: --strateg: did you mean --strategy? (see "),
@@ -67,6 +69,9 @@ PLAN = [
     ("--manifest {dev} --picture gone/p.svg", "`--picture` must be in a folder that exists"),
     ("--manifest {dev} --dropped d.txt", "`--dropped` must be a file that ends in .jsonl"),
     ("--recipe corrector", "batches of text alone are not planned"),
+    ("{dev} --tflops 3", "`--tflops` must be given with `--what-if`, but is 3."),
+    ("{dev} --what-if --strategy all", "`--strategy` must be left out with `--what-if`"),
+    ("{dev} --what-if --calibration {other}", "must be a file of `effasr calibrate`"),
 ]
 CALIBRATE = [
     ("--target-share 1.5", "`target_share` must be above 0 and at most 1"),
@@ -96,18 +101,32 @@ TRAIN = [
     ("evaluation.normalizer=nope", "must be one of none, basic, whisper_english, open_asr_lea"),
     ("init_from=gone", "gone must be a model directory or a run with a checkpoint"),
     ("training.device=tpu", "`training.device` must be one of 'auto', 'cpu', 'cuda'"),
+    ("training.device=cuda", NO_GPU),
+    *(
+        (f"init_from={{run}} \"data.tokenizer=''\" model.encoder.{change}", message)
+        for change, message in (
+            ("subsampling=4", '"encoder.subsampling.depthwise2.weight"'),
+            ("width=32", "is of another architecture, in "),
+            ("width=32", "Leave `model` out of the recipe"),
+        )
+    ),
 ]
 WRONG_DEVICES = ["nonsense", "meta", "cuda:", "cuda:x", "cpu:x", "''"]
 EVALUATE = [
     ("--manifest gone.jsonl", "gone.jsonl: there is no such file or folder"),
     ("--manifest {empty}", "no utterances"),
     ("--manifest {lost}", "none of its 1 utterances can be evaluated; the first, gone: "),
-    ("--manifest {pairs}", "only training reads such manifests"),
+    ("--manifest {pairs}", "pairs.jsonl:1: `target_lang` is missing: every line needs it."),
+    (
+        "--manifest {french}",
+        "none of its 2 utterances can be evaluated; the first, first: the lang",
+    ),
     ("--manifest {dev} --normalizer nope", "must be one of none, basic, whisper_english"),
     ("--manifest {dev} --method beam", "invalid choice: 'beam'"),
     ("--manifest {dev} --frame-budget 0", "must be an integer from 1 on, but is '0'"),
     ("--manifest {dev} --worst -1", "must be an integer from 0 on, but is '-1'"),
     *((f"--manifest {{dev}} --device {x}", "`device` must be auto, cpu or") for x in WRONG_DEVICES),
+    *((f"--manifest {{dev}} --device {x}", NO_GPU) for x in ("cuda", "cuda:1")),
 ]
 TRANSCRIBE = [
     ("", "`FILE` or `--manifest` must be given, but both are missing: name a recording."),
@@ -131,6 +150,7 @@ TRANSCRIBE = [
     ("--stream --sample-rate 10", "`sample_rate` must be from 1000"),
     ("--stream --beam 4 --corrector {run}", "`--corrector` must be left out with `--stream`"),
     *((f"x.wav --device {device}", "`device` must be auto, cpu or") for device in WRONG_DEVICES),
+    ("{wav} --device cuda", NO_GPU),
 ]
 OTHERS = [
     (
@@ -156,6 +176,10 @@ OTHERS = [
         "`--min-confidence` must be from 0 to 1",
     ),
     ("doctor training.compile=true", "`overrides` must come with --recipe"),
+    ("train dema", "did you mean `demo`?"),
+    ("train x/y/z", "the recipes are add_language, canary_1"),
+    ("train {bytes}", "must be UTF-8"),
+    ("train {number}", "`data` must be a mapping (DataConfig), but is 3"),
 ]
 GROUPS = {
     "": ARGUMENTS + OTHERS,
@@ -183,9 +207,17 @@ def places(workplace, tmp_path) -> dict[str, str]:
         "bad.jsonl": '{"duration": 1, "num_tokens": 1}\noops\n',
         "pairs.jsonl": '{"source_text": "A", "text": "a", "source_lang": "de"}\n',
         "lost.jsonl": '{"audio_filepath": "gone.wav", "text": "a"}\n',
+        "french.jsonl": "".join(
+            json.dumps({"audio_filepath": workplace.wav, "text": "a", "lang": "fr", "id": name})
+            + "\n"
+            for name in ("first", "second")
+        ),
+        "bytes.yaml": "\udcff\udcfe",
+        "number.yaml": "data: 3",
+        "other.json": '{"frame_budget": 3}',
     }
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, errors="surrogateescape")
     made = {name: f"{workplace.folder}/{name}" for name in ("dev", "train")}
     made |= {name.partition(".")[0]: f"{tmp_path}/{name}" for name in files}
     made |= {"recipe": workplace.recipe, "run": str(workplace.run), "wav": workplace.wav}
@@ -193,53 +225,17 @@ def places(workplace, tmp_path) -> dict[str, str]:
     return made | {"tmp": str(tmp_path)}
 
 
-def run(effasr, line, places, monkeypatch):
-    monkeypatch.chdir(places["tmp"])
-    return effasr(*(word.format_map(places) for word in shlex.split(line)))
-
-
 @pytest.mark.parametrize(("line", "message"), ROWS)
 def test_refusals(effasr, piped, places, tmp_path, monkeypatch, line, message):
+    if message == NO_GPU and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
     piped(bytes(32_000))
     before = sorted(tmp_path.rglob("*"))
-    failed = run(effasr, line, places, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    failed = effasr(*(word.format_map(places) for word in shlex.split(line)))
     assert (failed.code, failed.out) == (2, "")
     assert message in failed.error
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    "line",
-    [
-        "train {recipe} training.device=cuda output={tmp}/runs",
-        "evaluate --run {run} --manifest {dev} --device cuda",
-        "evaluate --run {run} --manifest {dev} --device cuda:1",
-        "transcribe --run {run} {wav} --device cuda",
-    ],
-)
-def test_no_gpu(effasr, places, monkeypatch, line):
-    failed = run(effasr, line, places, monkeypatch)
-    assert failed.code == 2
-    assert "PyTorch sees no GPU. Use cpu or auto." in failed.error
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("dema", "did you mean `demo`?"),
-        ("x/y/z", "the recipes are add_language, canary_1"),
-        (b"\xff\xfe", "must be UTF-8"),
-        (b"data: 3", "`data` must be a mapping (DataConfig), but is 3"),
-    ],
-)
-def test_a_wrong_recipe(effasr, tmp_path, recipe, message):
-    if isinstance(recipe, bytes):
-        (tmp_path / "recipe.yaml").write_bytes(recipe)
-        recipe = tmp_path / "recipe.yaml"
-    failed = effasr("train", recipe)
-    assert failed.code == 2
-    assert message in failed.error
 
 
 @pytest.mark.parametrize(
