@@ -382,6 +382,41 @@ def test_a_huge_length_of_an_authenticated_peer_takes_no_memory():
             gossip.abandon()
 
 
+@pytest.mark.parametrize("is_last_late", [True, False])
+def test_of_two_connections_of_a_learner_the_last_is_kept(is_last_late, monkeypatch):
+    """In whatever order their handshakes end; the listener waits for learner 2 as well."""
+    reply, has_begun, may_end = Listener._reply, threading.Event(), threading.Event()
+
+    def in_order(self, connection, content):
+        # The first hello is that of the attempt that is to end last.
+        if not has_begun.is_set():
+            has_begun.set()
+            may_end.wait(20.0)
+        return reply(self, connection, content)
+
+    monkeypatch.setattr(Listener, "_reply", in_order)
+    with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(3) as pool:
+        accepting = pool.submit(local.accept, {0, 2}, time.monotonic() + 20.0)
+
+        def meet(peer: int, attempt: int) -> socket.socket:
+            client = socket.create_connection(local.endpoints[0], 5.0)
+            whom = {"connecting": peer, "listening": 1, "attempt": attempt}
+            return introduce(client, local.key, until=time.monotonic() + 20.0, **whom)
+
+        order = (1, 0) if is_last_late else (0, 1)
+        late = pool.submit(meet, 0, order[0])
+        assert has_begun.wait(20.0)
+        early = meet(0, order[1])
+        may_end.set()
+        clients = dict(zip(order, (late.result(), early), strict=True))
+        assert clients[0].recv(1) == b""
+        other = meet(2, 0)
+        result = accepting.result()
+        with clients[0], clients[1], other, result[0], result[2]:
+            result[0].sendall(b"x")
+            assert clients[1].recv(1) == b"x"
+
+
 def test_what_was_recorded_cannot_be_replayed():
     """The listener waits for learner 2 as well."""
     with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(1) as pool:
@@ -404,7 +439,8 @@ def test_what_was_recorded_cannot_be_replayed():
 def test_a_proof_is_valid_for_one_role_one_connection_and_one_learner():
     key, nonce = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(32)
     hello = hello_to(nonce, key)
-    peer, reply = verify(hello, nonce, key, 1)
+    peer, attempt, reply = verify(hello, nonce, key, 1)
+    assert attempt == 0
     assert peer == 0
     changed = [hello[:n] + bytes([hello[n] ^ 1]) + hello[n + 1 :] for n in range(8, HELLO_BYTES)]
     for bad, to, learner in (

@@ -46,8 +46,8 @@ class HandshakeError(Exception):
     """The other side did not authenticate as a member of this run; the message has the reason."""
 
 
-def verify(hello: bytes, nonce: bytes, key: bytes, learner: int) -> tuple[int, bytes]:
-    """Return the number of the learner that connected, and the reply to it."""
+def verify(hello: bytes, nonce: bytes, key: bytes, learner: int) -> tuple[int, int, bytes]:
+    """Return the number of the learner that connected, its attempt, and the reply to it."""
     version, connecting, listening, theirs, proof = _HELLO.unpack(hello)
     if version != _VERSION:
         raise HandshakeError("it speaks another protocol")
@@ -56,7 +56,7 @@ def verify(hello: bytes, nonce: bytes, key: bytes, learner: int) -> tuple[int, b
     about = key, connecting, listening, nonce, theirs
     if not hmac.compare_digest(proof, _proof(_CONNECTS, *about)):
         raise HandshakeError("it does not have the key of this run")
-    return connecting, _proof(_LISTENS, *about)
+    return connecting, theirs[0], _proof(_LISTENS, *about)
 
 
 def introduce(
@@ -67,10 +67,16 @@ def introduce(
     listening: int,
     until: float,
     context: ssl.SSLContext | None = None,
+    attempt: int = 0,
 ) -> socket.socket:
-    """Return the connection, encrypted if there is a context; it is closed after an error."""
+    """Return the connection, encrypted if there is a context; it is closed after an error.
+
+    ``attempt``, below 256, is the first byte of the nonce: of several connections of one learner
+    the listening side keeps the last, as the connecting side has closed those before.
+    """
     try:
-        theirs, local = _receive(connection, _NONCE_BYTES, until), secrets.token_bytes(_NONCE_BYTES)
+        theirs = _receive(connection, _NONCE_BYTES, until)
+        local = bytes([attempt]) + secrets.token_bytes(_NONCE_BYTES - 1)
         about = key, connecting, listening, theirs, local
         proof = _proof(_CONNECTS, *about)
         connection.sendall(_HELLO.pack(_VERSION, connecting, listening, local, proof))
@@ -201,7 +207,8 @@ class Listener:
         self.rejected_connections = 0  # Number of dropped connections
         self._learner, self._context = learner, context
         self._reason = ""
-        self._connected: dict[int, socket.socket] = {}
+        # By neighbour: the number of its attempt, and the connection.
+        self._connected: dict[int, tuple[int, socket.socket]] = {}
         self._handshakes: list[asyncio.Task[None]] = []  # The oldest first
         self._sockets: list[socket.socket] = []
         refused = []
@@ -234,7 +241,7 @@ class Listener:
                 self.rejected_connections,
                 self._reason,
             )
-        return self._connected
+        return {peer: connection for peer, (_, connection) in self._connected.items()}
 
     async def _accept(self, peers: Collection[int], seconds: float) -> None:
         loop, complete = asyncio.get_running_loop(), asyncio.Event()
@@ -283,7 +290,7 @@ class Listener:
                 await loop.sock_sendall(connection, nonce)
                 while len(hello) < HELLO_BYTES:
                     hello += _not_empty(await loop.sock_recv(connection, HELLO_BYTES - len(hello)))
-                peer, reply = verify(hello, nonce, self.key, self._learner)
+                peer, attempt, reply = verify(hello, nonce, self.key, self._learner)
                 if peer not in peers:
                     raise HandshakeError(f"learner {peer} is not a neighbour")
                 connection = await asyncio.to_thread(self._reply, connection, reply)
@@ -294,10 +301,15 @@ class Listener:
             self._reason = f"from {address}: {reason}"
             log.debug("learner %d dropped a connection %s", self._learner, self._reason)
             return
-        if peer in self._connected:
-            # The peer missed the reply to its first handshake and connected again.
-            self._connected[peer].close()
-        self._connected[peer] = connection
+        # A peer that missed the reply to its first handshake closes it and connects again; replies
+        # are sent side by side, and may end in any order.
+        before, other = self._connected.get(peer, (-1, None))
+        if attempt < before:
+            connection.close()
+            return
+        if other is not None:
+            other.close()
+        self._connected[peer] = attempt, connection
         if len(self._connected) == len(peers):
             complete.set()
 

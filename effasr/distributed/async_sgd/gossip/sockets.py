@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -147,8 +148,9 @@ class SocketTransport:
             time.sleep(0.01)
         where = json.loads(store.get(key))
         tried: dict[str, str] = {}
-        for attempt in range(_ROUNDS):
-            if attempt:
+        attempts = itertools.count()
+        for number in range(_ROUNDS):
+            if number:
                 time.sleep(_PAUSE_S)
             for address, port in where["endpoints"]:
                 try:
@@ -159,6 +161,7 @@ class SocketTransport:
                         listening=peer,
                         until=time.monotonic() + _WELCOME_S,
                         context=context,
+                        attempt=min(next(attempts), 255),
                     )
                 except (OSError, HandshakeError) as error:
                     tried[address] = f"port {port}: {getattr(error, 'strerror', None) or error}"
