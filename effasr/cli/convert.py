@@ -37,9 +37,9 @@ def add_import(command: AddCommand) -> None:
         "Canary; NeMo need not be installed. What is trained otherwise here is named.",
         "",
         "Of Hugging Face: CanaryForConditionalGeneration, CohereAsrForConditionalGeneration,",
-        "HubertForCTC, Nemotron3_5AsrForRNNT, NemotronAsrStreamingForRNNT, OmniASRForCTC,",
-        "ParakeetForCTC, ParakeetForRNNT, ParakeetForTDT, Wav2Vec2ForCTC, WavLMForCTC,",
-        "WhisperForConditionalGeneration.",
+        "HubertForCTC, MoonshineForConditionalGeneration, Nemotron3_5AsrForRNNT,",
+        "NemotronAsrStreamingForRNNT, OmniASRForCTC, ParakeetForCTC, ParakeetForRNNT,",
+        "ParakeetForTDT, Wav2Vec2ForCTC, WavLMForCTC, WhisperForConditionalGeneration.",
         example="effasr import canary-1b-flash.nemo models/canary",
     )
     parser.add_argument(

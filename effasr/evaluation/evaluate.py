@@ -45,10 +45,9 @@ def openable_cuts(
     for count, (name, utterance) in enumerate(named(path, prompt=prompt), 1):
         try:
             cuts.append(utterance.cut(name))
+            assumed += "lang" not in utterance.stated
         except AudioError as error:
             failures.append(Failure(name, str(error)))
-        else:
-            assumed += "lang" not in utterance.stated
         progress(count)
     if not cuts and not failures:
         raise ValueError(f"{path}: holds no utterances.")

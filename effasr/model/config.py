@@ -64,6 +64,8 @@ class ModelConfig:
                 f"other, but is {self.features.kind} for {self.encoder.kind}: set "
                 "features.kind=waveform and features.hop=320, or change `encoder`."
             )
+        hop = getattr(self.encoder, "hop", self.features.hop)
+        check(self.features.hop == hop, "features.hop", f"be {hop} here", self.features.hop)
         needed, configured = self.encoder.subsampling, self.features.subsampling
         if configured is None:
             object.__setattr__(self, "features", replace(self.features, subsampling=needed))

@@ -12,7 +12,7 @@ from effasr.model.encoder import FastConformerConfig
 from effasr.model.language_model.architecture import ModelSizes, model_sizes
 from effasr.model.language_model.config import LanguageModelConfig
 from effasr.model.transducer import TransducerConfig
-from effasr.model.wav2vec2_encoder import KERNELS, Wav2Vec2EncoderConfig
+from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.attention import GatedBiasSelfAttention
 from effasr.nn.experts import ExpertsConfig
@@ -179,11 +179,11 @@ def subsampling_cost(config: ModelConfig) -> int:
     """FLOPs per frame before the first encoder layer: features and convolutions."""
     encoder, width, bins = config.encoder, config.encoder.width, config.features.mel_bins
     if isinstance(encoder, Wav2Vec2EncoderConfig):
-        # Rows of a frame after each convolution: 64, 32, ... 1.
-        inputs = (1, *[encoder.channels] * 6)
-        rows = zip(reversed(range(7)), KERNELS, inputs, strict=True)
-        taps = [2**n * kernel * size for n, kernel, size in rows]
-        return 2 * sum(taps) * encoder.channels
+        flops, rows = 0, encoder.hop  # Rows of a frame: 64, 32, ... 1 after the convolutions
+        for inputs, channels, kernel, stride in encoder.convolutions:
+            rows //= stride
+            flops += 2 * rows * kernel * inputs * channels
+        return flops
     features = 2 * config.features.rows_per_frame * (config.features.n_fft // 2 + 1) * bins
     if isinstance(encoder, WhisperEncoderConfig):
         # Two rows of the first convolution, one of the second; 3 taps each.
@@ -204,7 +204,7 @@ def _encoder(config: ModelConfig) -> tuple[int, int]:
         hidden = encoder.feed_forward + (getattr(encoder, "adapter", None) or 0)
         layer = 2 * 4 * width**2 + 2 * 2 * width * hidden
         layers = encoder.layers * layer
-        if isinstance(encoder, Wav2Vec2EncoderConfig):
+        if isinstance(encoder, Wav2Vec2EncoderConfig) and encoder.family != "moonshine":
             taps = encoder.position_kernel * width // encoder.position_groups
             layers += 2 * width * (encoder.channels + taps)
             if encoder.family == "wavlm":
@@ -240,6 +240,8 @@ def _decoder(config: DecoderConfig, vocab_size: int) -> tuple[int, int, int, int
     # Query, key, value and output of self-attention; query and output of cross-attention.
     projections = 2 * 6 * width * inner
     feed_forward = _network(width, config.feed_forward, config.experts)
+    if config.activation == "swiglu":
+        feed_forward += 2 * width * config.feed_forward
     # A token sees u (u + 1) / 2 of the pairs: scores and values are two products.
     pair = 2 * inner
     token = layers * (projections + feed_forward + pair) + 2 * width * vocab_size

@@ -32,7 +32,7 @@ from effasr.nn.linear import shared_input
 from effasr.nn.positions import PositionTables, decoder_sinusoids
 from effasr.nn.residual import Residual, draw_layer_seeds, is_fused, normalized, residual_stream
 from effasr.nn.stack import Layer, checkpointed_forward, is_empty, is_sharded, skip_layers
-from effasr_kernels import PackedLayout, PackedSequence, projected_top_k
+from effasr_kernels import PackedLayout, PackedSequence, Rotary, projected_top_k
 
 _MOST_BARRED = 15
 """Greedy search looks at one token more than may be suppressed, of 16 at most."""
@@ -52,8 +52,11 @@ class DecoderConfig:
         head_dim: Channels of a head; by default ``width / heads``.
         feed_forward: Channels inside a feed-forward network.
         max_positions: Most tokens of a sequence, the prompt included.
-        positions: Canary's sinusoids, or a learned embedding, as Whisper's.
-        activation: Activation of the feed-forward networks; GELU is the exact one.
+        positions: Canary's sinusoids, a learned embedding, as Whisper's, or rotary embedding, as
+            Moonshine's, whose norms have no biases.
+        rotary_fraction: Fraction of the channels of a head that rotate.
+        activation: Activation of the feed-forward networks; GELU is the exact one, and swiglu
+            multiplies values by gates after SiLU.
         embedding_norm: Whether a LayerNorm follows the embedding.
         bias: Whether the projections of attention have biases.
         key_bias: Whether the key projection has one, too.
@@ -78,8 +81,9 @@ class DecoderConfig:
     head_dim: int | None = None
     feed_forward: int = 4096
     max_positions: int = 1024
-    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
-    activation: Literal["relu", "gelu"] = "relu"
+    positions: Literal["sinusoidal", "learned", "rotary"] = "sinusoidal"
+    rotary_fraction: float = 1.0
+    activation: Literal["relu", "gelu", "swiglu"] = "relu"
     embedding_norm: bool = True
     bias: bool = True
     key_bias: bool = True
@@ -98,7 +102,9 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         check_positive(self, "width", "layers", "heads", "feed_forward", "max_positions")
         check_dropouts(self)
-        check_choices(self, positions=("sinusoidal", "learned"), activation=("relu", "gelu"))
+        dense = ("swiglu",) if self.experts is None else ()  # experts have no gates
+        check_choices(self, positions=("sinusoidal", "learned", "rotary"))
+        check_choices(self, activation=("relu", "gelu", *dense))
         for name in ("suppress", "begin_suppress"):
             least = min(getattr(self, name), default=0)
             check(least >= 0, name, "be token ids, at least 0", least)
@@ -135,11 +141,13 @@ class DecoderLayer(Layer):
             "dropout": config.attention_dropout,
         }
         self.dropout = config.residual_dropout
-        self.input_layernorm = nn.LayerNorm(config.width)
-        self.self_attn = SelfAttention(*sizes, causal=True, **attention)
-        self.post_attention_layernorm = nn.LayerNorm(config.width)
+        norm = {"bias": config.positions != "rotary"}
+        rotary = Rotary(fraction=config.rotary_fraction) if config.positions == "rotary" else None
+        self.input_layernorm = nn.LayerNorm(config.width, **norm)
+        self.self_attn = SelfAttention(*sizes, causal=True, rotary=rotary, **attention)
+        self.post_attention_layernorm = nn.LayerNorm(config.width, **norm)
         self.encoder_attn = CrossAttention(*sizes, **attention)
-        self.final_layernorm = nn.LayerNorm(config.width)
+        self.final_layernorm = nn.LayerNorm(config.width, **norm)
         self.mlp = build_feed_forward(
             config.width,
             config.feed_forward,
@@ -200,7 +208,8 @@ class DecoderLayer(Layer):
         self, x: Tensor, state: DecoderState, number: int, groups: Groups | None = None
     ) -> Tensor:
         """Transform the next row of each sequence in this layer: (N, width) to (N, width)."""
-        x = x + self.self_attn.step(self.input_layernorm(x), state.self_cache, number)
+        y = self.input_layernorm(x)
+        x = x + self.self_attn.step(y, state.self_cache, number, state.positions)
         normed = self.post_attention_layernorm(x)
         if number == state.watched:
             state.weights = self.encoder_attn.weights(normed, *state.speech(number))
@@ -232,7 +241,7 @@ class Decoder(nn.Module):
         self.embed_positions = nn.Embedding(config.max_positions, config.width) if learned else None
         self.embedding_layernorm = nn.LayerNorm(config.width) if config.embedding_norm else None
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.LayerNorm(config.width, bias=config.positions != "rotary")
         self.untied_weight = (
             None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, config.width))
         )
@@ -420,7 +429,7 @@ class Decoder(nn.Module):
             x, keys_values = layer.read(x, layout, speech, encoded.layout, groups)
             yield speech, keys_values
         # No step needs the last layer's output for these tokens.
-        keys_values = last.self_attn.keys_values(last.input_layernorm(x))
+        keys_values = last.self_attn.keys_values(last.input_layernorm(x), layout)
         yield last.encoder_attn.keys_values(encoded.values), keys_values
 
     def decoder_layers(self) -> list[DecoderLayer]:
@@ -429,7 +438,8 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens at their positions: int64 (U,) and (U,) to (U, width)."""
         x = self.embed_tokens(tokens)
-        x = x + self._places(positions).to(x.dtype)
+        if self.config.positions != "rotary":
+            x = x + self._places(positions).to(x.dtype)
         if self.embedding_layernorm is not None:
             x = self.embedding_layernorm(x)
         return F.dropout(x, self.config.input_dropout, self.training)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.checks import check, check_choices, check_dropouts, check_positive
 from effasr.data.features.log_mel import MelFrames
-from effasr.data.features.samples import SPARE_SLOTS, SampleFrames
+from effasr.data.features.samples import SampleFrames
 from effasr.data.features.segments import segment_sum
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.nn.attention import GatedBiasSelfAttention
@@ -21,10 +21,13 @@ from effasr.nn.parameters import touch_unused_parameters
 from effasr.nn.residual import normalized, residual_stream
 from effasr.nn.stack import run_layers
 from effasr.nn.transformer_layer import TransformerLayer
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels import PackedLayout, PackedSequence, Rotary
 
 KERNELS, STRIDES = (10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)
 """Of the convolutions, in samples of what each reads: 400 samples make a frame, each 320."""
+
+_MOONSHINE = (127, 7, 3), (64, 3, 2)
+"""Those of a Moonshine: 895 samples make a frame, each 384."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,8 @@ class Wav2Vec2EncoderConfig:
         family: The classes of transformers that it is read from and written as. omniasr_ctc has
             zeros in place of the frames that SpecAugment hides, the others a learned embedding;
             wavlm adds a bias of the distance to the scores of attention, times a gate of the query.
+            moonshine has three convolutions over the waveform, no projection after them, rotary
+            embedding instead of a convolution, and no biases in attention and norms; ``pre_norm``.
         width: Channels of the encoder frames.
         layers: Transformer layers.
         heads: Attention heads; they divide the width.
@@ -54,6 +59,7 @@ class Wav2Vec2EncoderConfig:
         distance_buckets: Numbers of a wavlm's bias; half of them for later frames, and half of
             these for distances one by one.
         longest_distance: From this distance on, a wavlm's bias is the same.
+        rotary_fraction: Fraction of the channels of a moonshine's head that rotate.
         adapter: Channels of the adapter in each layer, such as MMS has for a language; null for
             none.
         input_dropout: Dropout of the input of the first layer.
@@ -63,7 +69,7 @@ class Wav2Vec2EncoderConfig:
     """
 
     kind: Literal["wav2vec2"] = "wav2vec2"
-    family: Literal["wav2vec2", "hubert", "omniasr_ctc", "wavlm"] = "wav2vec2"
+    family: Literal["wav2vec2", "hubert", "omniasr_ctc", "wavlm", "moonshine"] = "wav2vec2"
     width: int = 768
     layers: int = 12
     heads: int = 12
@@ -76,6 +82,7 @@ class Wav2Vec2EncoderConfig:
     pre_norm: bool = False
     distance_buckets: int = 320
     longest_distance: int = 800
+    rotary_fraction: float = 0.9
     adapter: int | None = None
     input_dropout: float = 0.0
     residual_dropout: float = 0.0
@@ -86,7 +93,7 @@ class Wav2Vec2EncoderConfig:
         check_choices(
             self,
             kind=("wav2vec2",),
-            family=("wav2vec2", "hubert", "omniasr_ctc", "wavlm"),
+            family=("wav2vec2", "hubert", "omniasr_ctc", "wavlm", "moonshine"),
             convolution_norm=("group", "layer"),
         )
         check_positive(self, "width", "layers", "heads", "feed_forward", "channels")
@@ -96,6 +103,8 @@ class Wav2Vec2EncoderConfig:
         rule = f"be greater than distance_buckets / 4 = {buckets // 4}"
         check(longest > buckets // 4, "longest_distance", rule, longest)
         check_dropouts(self)
+        usual = self.pre_norm or self.family != "moonshine"
+        check(usual, "pre_norm", "be true for the family moonshine", "false")
         kernel = self.position_kernel
         check(kernel % 2 == 0, "position_kernel", "be even", kernel)
         rule = f"be a multiple of heads = {self.heads} and position_groups = {self.position_groups}"
@@ -115,41 +124,66 @@ class Wav2Vec2EncoderConfig:
 
     @property
     def bias(self) -> bool:
-        return True
+        return self.family != "moonshine"
+
+    @property
+    def convolutions(self) -> list[tuple[int, int, int, int]]:
+        """Inputs, channels, kernel size and stride of each convolution over the waveform."""
+        width, channels = self.width, [1, *[self.channels] * len(KERNELS)]
+        kernels, strides = KERNELS, STRIDES
+        if self.family == "moonshine":
+            channels, (kernels, strides) = [1, width, 2 * width, width], _MOONSHINE
+        return list(zip(channels, channels[1:], kernels, strides, strict=False))
+
+    @property
+    def hop(self) -> int:
+        """Samples between two frames."""
+        return math.prod(stride for *_, stride in self.convolutions)
 
 
 class SampleConvolution(nn.Module):
-    """A convolution over time without padding, a norm, and GELU, with channels last."""
+    """A convolution over time without padding, a norm, and GELU, with channels last.
 
-    def __init__(self, inputs: int, channels: int, layer: int, norm: str | None, *, bias: bool):
+    A norm of the whole ``utterance``, as a Moonshine's, follows a hyperbolic tangent instead.
+    """
+
+    def __init__(
+        self, inputs: int, channels: int, kernel: int, stride: int, norm: str | None, *, bias: bool
+    ):
         super().__init__()
-        self.stride = STRIDES[layer]
-        self.conv = nn.Conv1d(inputs, channels, KERNELS[layer], stride=self.stride, bias=bias)
+        self.stride = stride
+        self.conv = nn.Conv1d(inputs, channels, kernel, stride=stride, bias=bias)
         # Its parameters alone are used where the mean is that of an utterance.
         self.norm = None if norm is None else nn.LayerNorm(channels)
-        self.is_grouped = norm == "group"
+        self.is_grouped, self.is_whole = norm == "group", norm == "utterance"
 
     def forward(self, x: Tensor, frames: SampleFrames) -> Tensor:
         """Convolve (R, C in) to (R / stride, C out); rows that read another utterance are unused.
 
         Every utterance begins at a multiple of all strides, so one product serves all.
         """
-        weight, stride = self.conv.weight, self.stride
-        blocks = x.reshape(-1, stride * x.shape[1])
-        if more := (weight.shape[2] - stride) * x.shape[1]:
-            following = F.pad(blocks[1:, :more], (0, 0, 0, 1))[: len(blocks)]
-            blocks = torch.cat([blocks, following], 1)
+        weight, size = self.conv.weight, self.stride * x.shape[1]
+        blocks, more = x.reshape(-1, size), weight.shape[2] * x.shape[1] - size
+        parts = [blocks]
+        while more > 0:
+            later = len(parts)
+            parts.append(F.pad(blocks[later:, :more], (0, 0, 0, later))[: len(blocks)])
+            more -= size
         # Taps come before channels; a linear layer for autocast.
+        blocks = torch.cat(parts, 1) if len(parts) > 1 else blocks
         y = F.linear(blocks, weight.transpose(1, 2).flatten(1), self.conv.bias)
+        if self.norm is not None and self.is_whole:
+            return self._over_time(y.tanh(), self.norm, frames)
         if self.norm is not None:
             y = self._over_time(y, self.norm, frames) if self.is_grouped else self.norm(y)
         return F.gelu(y)
 
     def _over_time(self, y: Tensor, norm: nn.LayerNorm, frames: SampleFrames) -> Tensor:
-        """Normalize each channel over the rows of an utterance, also those that no frame reads."""
+        """Normalize over the rows of an utterance, also those that no frame reads."""
         slots = frames.slots
         ids, rows = slots.sequence_ids(), y.float().unflatten(0, (slots.rows, -1))
-        lengths = (frames.lengths - KERNELS[0]).div(STRIDES[0], rounding_mode="floor") + 1
+        reach = self.conv.kernel_size[0]
+        lengths = (frames.lengths - reach).div(self.stride, rounding_mode="floor") + 1
         count = lengths.clamp(min=1)[:, None]
         step = torch.arange(rows.shape[1], device=y.device)
         position = slots.positions()[:, None] * rows.shape[1] + step
@@ -157,6 +191,8 @@ class SampleConvolution(nn.Module):
 
         def mean(values: Tensor) -> Tensor:
             total = segment_sum((values * real).sum(1), slots) / count
+            if self.is_whole:
+                total = total.mean(1, keepdim=True)
             return F.pad(total, (0, 0, 0, 1))[ids][:, None]
 
         centred = rows - mean(rows)
@@ -169,26 +205,26 @@ class SampleStem(nn.Module):
 
     def __init__(self, config: Wav2Vec2EncoderConfig):
         super().__init__()
-        channels, grouped = config.channels, config.convolution_norm == "group"
+        later = None if config.convolution_norm == "group" else "layer"
+        norms = [config.convolution_norm, *[later] * (len(KERNELS) - 1)]
+        biases = [config.convolution_bias] * len(KERNELS)
+        is_moonshine = config.family == "moonshine"
+        if is_moonshine:
+            norms, biases = ["utterance", None, None], [False, True, True]
         self.convolutions = nn.ModuleList(
-            SampleConvolution(
-                channels if layer else 1,
-                channels,
-                layer,
-                None if grouped and layer else config.convolution_norm,
-                bias=config.convolution_bias,
-            )
-            for layer in range(len(KERNELS))
+            SampleConvolution(*sizes, norm, bias=bias)
+            for sizes, norm, bias in zip(config.convolutions, norms, biases, strict=True)
         )
-        self.norm = nn.LayerNorm(channels)
-        self.projection = nn.Linear(channels, config.width)
+        channels = config.channels
+        self.norm = nn.Identity() if is_moonshine else nn.LayerNorm(channels)
+        self.projection = nn.Identity() if is_moonshine else nn.Linear(channels, config.width)
 
     def forward(self, frames: SampleFrames) -> Tensor:
         """Turn samples into (T, width); rows of the tail are finite."""
-        x = frames.values.reshape(-1, 1).to(self.projection.weight.dtype)
+        x = frames.values.reshape(-1, 1).to(next(self.parameters()).dtype)
         for convolution in self.convolutions:
             x = convolution(x, frames)
-        x = x.index_select(0, _places(frames.layout, SPARE_SLOTS))
+        x = x.index_select(0, _places(frames.layout, frames.spare))
         return self.projection(self.norm(x))
 
 
@@ -226,9 +262,12 @@ class Wav2Vec2Encoder(nn.Module):
         width = config.width
         self.stem = SampleStem(config)
         self.mask_embedding = None
-        if config.family != "omniasr_ctc":
+        if config.family not in ("omniasr_ctc", "moonshine"):
             self.mask_embedding = nn.Parameter(torch.empty(width))
-        self.positions = PositionConvolution(width, config.position_kernel, config.position_groups)
+        is_moonshine = config.family == "moonshine"
+        rotary = Rotary(fraction=config.rotary_fraction) if is_moonshine else None
+        sizes = width, config.position_kernel, config.position_groups
+        self.positions = None if is_moonshine else PositionConvolution(*sizes)
         self.input_norm = None if config.pre_norm else nn.LayerNorm(width)
         self.layers = nn.ModuleList(
             TransformerLayer.of(
@@ -238,10 +277,12 @@ class Wav2Vec2Encoder(nn.Module):
                 post_norm=not config.pre_norm,
                 adapter=config.adapter,
                 gated_bias=config.family == "wavlm",
+                rotary=rotary,
+                norm_bias=config.bias,
             )
             for _ in range(config.layers)
         )
-        self.norm = nn.LayerNorm(width) if config.pre_norm else None
+        self.norm = nn.LayerNorm(width, bias=config.bias) if config.pre_norm else None
         self.distances = None
         if config.family == "wavlm":
             self.distances = nn.Embedding(config.distance_buckets, config.heads)
@@ -260,7 +301,8 @@ class Wav2Vec2Encoder(nn.Module):
             x = self.stem(frames)
         if self.training:
             x = self._masked(x, layout)
-        x = x + self.positions(x, layout)
+        if self.positions is not None:
+            x = x + self.positions(x, layout)
         if self.input_norm is not None:
             x = normalized(x, self.input_norm)
         x = F.dropout(x, config.input_dropout, self.training)

@@ -21,6 +21,7 @@ from effasr_kernels import (
     attention,
     guided_attention,
 )
+from effasr_kernels.attention.position import angles, rotate
 from effasr_kernels.shared.joined import unbind_parts
 
 _ROWS = 16
@@ -76,8 +77,8 @@ class SelfAttention(nn.Module):
         context: Context | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Attend as `forward`; also return keys and values, (T, H, D) each, for the cache."""
-        y, keys_values = self._attend(x, layout, embeddings, context)
-        return self.o_proj(y), keys_values
+        y, (k, v) = self._attend(x, layout, embeddings, context)
+        return self.o_proj(y), (self._placed(k, layout), v)
 
     def _attend(
         self,
@@ -116,16 +117,28 @@ class SelfAttention(nn.Module):
             backend=self.backend if self.training else self.inference_backend,
         )
 
-    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Only the keys and values of `read`."""
         _, k, v = self._qkv(x)
-        return k, v
+        return self._placed(k, layout), v
 
-    def step(self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int) -> Tensor:
+    def step(
+        self, x: Tensor, cache: ContiguousCache | PagedCache, layer: int, positions: Tensor
+    ) -> Tensor:
         """Attend from a new row of each sequence, whose keys and values it appends to the cache."""
-        # x: (N, width), the next row of each sequence -> (N, width)
+        # x: (N, width), the next row of each sequence; positions: int64 (N,) -> (N, width)
         qkv = self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim)
+        if self.rotary is not None:
+            q, k, v = qkv.unbind(1)
+            qkv = torch.stack([self._placed(q, positions), self._placed(k, positions), v], 1)
         return self.o_proj(cache.attend(layer, qkv[:, 0], qkv[:, 1:]).flatten(1))
+
+    def _placed(self, x: Tensor, positions: Tensor | PackedLayout) -> Tensor:
+        """Queries or keys, (T, H, D), rotated by their positions; a cache holds such keys."""
+        if self.rotary is None:
+            return x
+        positions = positions if isinstance(positions, Tensor) else positions.positions()
+        return rotate(x, *angles(positions, self.rotary, x))
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         return _parts(self.qkv_proj(x).view(-1, 3, self.heads, self.head_dim))

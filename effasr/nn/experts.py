@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from effasr.checks import check, check_choices, check_positive
 from effasr.data.prompt import Prompt
-from effasr.nn.feed_forward import ACTIVATIONS, FeedForward
+from effasr.nn.feed_forward import ACTIVATIONS, Activation, FeedForward
 from effasr.nn.residual import Residual, is_fused
 from effasr.nn.stack import is_recomputing
 from effasr_kernels import PackedLayout, PackedSequence, bias_activation_dropout, grouped_linear
@@ -412,12 +412,13 @@ def build_feed_forward(
     hidden: int,
     experts: ExpertsConfig | None,
     *,
-    activation: Literal["silu", "relu", "gelu"],
+    activation: Activation,
     bias: bool = True,
     dropout: float = 0.0,
 ) -> FeedForward | ExpertFeedForward:
     if experts is None:
         return FeedForward(width, hidden, activation=activation, bias=bias, dropout=dropout)
+    assert activation != "swiglu"  # checked by the configuration
     return ExpertFeedForward(
         width, hidden, experts, activation=activation, bias=bias, dropout=dropout
     )

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from effasr.nn.linear import Linear
 from effasr.nn.residual import Residual, is_fused
-from effasr_kernels import bias_activation_dropout
+from effasr_kernels import bias_activation_dropout, gated_activation
+
+Activation = Literal["silu", "relu", "gelu", "swiglu"]
 
 
 class FeedForward(nn.Module):
@@ -20,19 +22,25 @@ class FeedForward(nn.Module):
         width: int,
         hidden: int,
         *,
-        activation: Literal["silu", "relu", "gelu"],
+        activation: Activation,
         bias: bool = True,
         dropout: float = 0.0,
     ):
         super().__init__()
-        self.linear1 = Linear(width, hidden, bias=bias)
+        self.linear1 = Linear(width, hidden * (1 + (activation == "swiglu")), bias=bias)
         self.linear2 = Linear(hidden, width, bias=bias)
-        self.activation: Literal["silu", "relu", "gelu"] = activation
+        self.activation: Activation = activation
         self.dropout = dropout
 
     def forward(self, x: Tensor, residual: Residual | None = None, *, offset: int = 0) -> Tensor:
         """Transform each row; ``residual`` joins bias, activation and dropout number ``offset``."""
         # x: (..., width)
+        if self.activation == "swiglu":
+            # The first layer makes both.
+            values, gates = self.linear1(x).chunk(2, -1)
+            x = gated_activation(gates, values, activation="silu")
+            x = F.dropout(x, self.dropout, self.training)
+            return self.linear2(x) if residual is None else residual.project(self.linear2, x)
         if residual is None or not is_fused(x):
             x = ACTIVATIONS[self.activation](self.linear1(x))
             return self.linear2(F.dropout(x, self.dropout, self.training))

@@ -47,8 +47,13 @@ def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     """Normalize the stream on a CPU, also where fsdp2 has gathered narrower weights."""
     if norm.weight.dtype == x.dtype or x.dtype != torch.float32:
         return norm(x)
-    weight, bias = norm.weight.float(), norm.bias.float()
+    weight, bias = norm.weight.float(), norm_bias(norm).float()
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+
+
+def norm_bias(norm: nn.LayerNorm) -> Tensor:
+    """The bias of a norm; zeros where it has none, as kernels add one."""
+    return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,8 @@ class Residual:
         """The normalized stream and the next ``x``, whose gradients meet in the norm's backward."""
         if not is_fused(x):
             return normalized(x, norm), x
-        return dropout_add_layer_norm(None, x, norm.weight, norm.bias, self.layout, eps=norm.eps)
+        bias = norm_bias(norm)
+        return dropout_add_layer_norm(None, x, norm.weight, bias, self.layout, eps=norm.eps)
 
     def add(
         self, x: Tensor, output: Tensor, last: nn.Module, *, offset: int, scale: float = 1.0
@@ -143,7 +149,7 @@ class Residual:
         weight: Any = None
         bias: Any = None
         if norm is not None:
-            weight, bias = norm.weight, norm.bias
+            weight, bias = norm.weight, norm_bias(norm)
             options["eps"] = norm.eps
         return dropout_add_layer_norm(
             output,

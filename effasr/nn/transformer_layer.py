@@ -12,7 +12,7 @@ from effasr.nn.experts import ExpertsConfig, Groups, build_feed_forward, run_fee
 from effasr.nn.feed_forward import FeedForward
 from effasr.nn.residual import Residual, normalized
 from effasr.nn.stack import Layer, checkpointed_forward
-from effasr_kernels import PackedLayout
+from effasr_kernels import PackedLayout, Rotary
 
 _DROPOUTS = "residual_dropout", "activation_dropout", "attention_dropout"
 
@@ -41,16 +41,19 @@ class TransformerLayer(Layer):
         post_norm: bool = False,
         adapter: int | None = None,
         gated_bias: bool = False,
+        rotary: Rotary | None = None,
+        norm_bias: bool = True,
     ):
         super().__init__()
         self.dropout, self.post_norm = residual_dropout, post_norm
-        self.norm_self_att = nn.LayerNorm(width)
+        self.norm_self_att = nn.LayerNorm(width, bias=norm_bias)
         sizes, dropout = (width, heads, width // heads), attention_dropout
         if gated_bias:
             self.self_attn = GatedBiasSelfAttention(*sizes, dropout=dropout)
         else:
-            self.self_attn = SelfAttention(*sizes, bias=bias, key_bias=key_bias, dropout=dropout)
-        self.norm_feed_forward = nn.LayerNorm(width)
+            options: Any = {"bias": bias, "key_bias": key_bias, "dropout": dropout}
+            self.self_attn = SelfAttention(*sizes, rotary=rotary, **options)
+        self.norm_feed_forward = nn.LayerNorm(width, bias=norm_bias)
         self.feed_forward = build_feed_forward(
             width, feed_forward, experts, activation=activation, dropout=activation_dropout
         )

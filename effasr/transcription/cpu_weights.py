@@ -151,6 +151,7 @@ class PanelDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         config = decoder.config
+        assert config.activation != "swiglu"  # checked by `has_panel_kernels`
         table = decoder.position_table().float()
         norm = decoder.embedding_layernorm
         self._output = PanelMatrix.from_weight(decoder.output_weight, decoder.output_bias)
@@ -197,7 +198,9 @@ class PanelDecoder:
 
 def has_panel_kernels(decoder: Decoder) -> bool:
     """Return whether the kernels exist and all weights are plain float32 ones on a CPU."""
-    if native.unsupported_reason() is not None or decoder.config.experts is not None:
+    config = decoder.config
+    is_other = config.positions == "rotary" or config.activation == "swiglu"
+    if native.unsupported_reason() is not None or config.experts is not None or is_other:
         return False
     is_plain = all(
         type(p) in (Tensor, nn.Parameter) and p.device.type == "cpu" and p.dtype == torch.float32

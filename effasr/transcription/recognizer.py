@@ -90,6 +90,9 @@ class Recognizer:
         per_frame = config.tokens_per_frame
         if isinstance(encoder, FastConformerConfig):
             per_frame *= rows / 8
+        elif getattr(encoder, "family", None) == "moonshine":
+            # 13 tokens a second by default, as its authors limit generation.
+            per_frame *= 6.5 * self._features.framing.seconds
         device = next(model.parameters()).device
         # What reads samples needs as much memory for a frame of 20 ms as others for 80 ms.
         self._budget = config.budget_on(device) * 8 // (8 if rows == 1 else rows)

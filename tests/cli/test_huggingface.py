@@ -8,6 +8,7 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 from effasr.model.language_prompt import LanguagePromptConfig
+from tests.interop.test_moonshine import make_moonshine
 from tests.interop.test_wav2vec2 import make_wav2vec2
 
 transformers = pytest.importorskip("transformers")
@@ -195,6 +196,22 @@ def test_a_wav2vec2_in_tuned_and_out(effasr, tune, tmp_path, kind):
     frozen, trained = zip(*ends, strict=True)
     assert torch.equal(*frozen)
     assert not torch.equal(*trained)
+
+
+def test_a_moonshine_in_tuned_and_out(effasr, tune, tmp_path):
+    source, name = tmp_path / "source", "MoonshineForConditionalGeneration"
+    make_moonshine(source)
+    make_tokenizer(["<unk>", "<s>", "</s>"]).save(str(source / "tokenizer.json"))
+    settings = "data.frame_budget=300", "model.spec_augment.freq_masks=0"
+    models = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "en", name, *settings)
+    assert not torch.equal(*(model.model.encoder.conv1.weight for model in models))
+    config = json.loads((source / "config.json").read_text())
+    for change, message in (
+        ({"model_type": "moonshine_streaming"}, "a streaming Moonshine is not read"),
+        ({"partial_rotary_factor": 0.6, "rope_parameters": None}, "must rotate an even number"),
+    ):
+        (source / "config.json").write_text(json.dumps(config | change))
+        assert message in effasr("import", source, tmp_path / "other").error
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,13 @@ class FeatureConfig:
                 )
 
     def _check_waveform(self) -> None:
-        for name, only in (("subsampling", 1), ("hop", 320), ("window", 400)):
+        hop, window = (384, 895) if self.hop == 384 else (320, 400)
+        for name, only in (("subsampling", 1), ("hop", hop), ("window", window)):
             if (value := getattr(self, name)) not in (only, None):
                 raise ValueError(
                     f"`{name}` must be {only} for features of kind waveform, but is {value}: those "
-                    "are the strides and the reach of the encoder's convolutions."
+                    "are the strides and the reach of the encoder's convolutions (384 and 895 of a "
+                    "Moonshine)."
                 )
 
     @property

@@ -13,22 +13,21 @@ from effasr.data.features.log_mel import check_frames
 from effasr.data.features.segments import segment_sum
 from effasr_kernels import PackedLayout, PackedSequence
 
-SPARE_SLOTS = 2
-"""Slots after those of an utterance's frames: its last frame reads beyond them, and so many samples
-may follow that are no frame, but count for its mean and variance."""
-
 
 @dataclass(frozen=True)
 class SampleFrames:
-    """Samples in slots of one hop: an utterance of n frames has n + `SPARE_SLOTS` slots."""
+    """Samples in slots of one hop: an utterance of n frames has n + ``spare`` slots."""
 
     values: Tensor  # float32 (slots, hop); zero after the samples of an utterance
     layout: PackedLayout  # Layout of the encoder frames, T rows
     lengths: Tensor  # int64 (N,), samples of each utterance
+    # Its last frame reads beyond the slots of the frames, and so many samples may follow that are
+    # no frame, but count for its mean and variance
+    spare: int
 
     @property
     def slots(self) -> PackedLayout:
-        return self.layout.lengthened(SPARE_SLOTS)
+        return self.layout.lengthened(self.spare)
 
 
 class Samples(nn.Module):
@@ -47,7 +46,8 @@ class Samples(nn.Module):
         """Lay out float32 (samples,) at ``config.sample_rate``; ``frames`` as for `LogMel`."""
         check_frames(self.config, audio.layout, frames)
         lengths = audio.layout.cu_seqlens.long().diff()
-        result = SampleFrames(audio.values, frames, lengths)
+        spare = -(-self.config.window // self.config.hop)
+        result = SampleFrames(audio.values, frames, lengths, spare)
         slots, hop = result.slots, self.config.hop
         ids = slots.sequence_ids()
         step = torch.arange(hop, device=ids.device)
@@ -63,7 +63,7 @@ class Samples(nn.Module):
             values = (values - _of_slots(mean, ids)).masked_fill_(outside, 0.0)
             variance = segment_sum(values.square().sum(1), slots) / count
             values *= (_of_slots(variance, ids) + self.config.epsilon).rsqrt()
-        return SampleFrames(values, frames, lengths)
+        return SampleFrames(values, frames, lengths, spare)
 
 
 def _of_slots(values: Tensor, ids: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class RejectedRow:
     reason: str
     audio: str = ""
     named: bool = False
-    stated: frozenset[str] = frozenset()
+    stated: frozenset[str] = frozenset({"lang"})  # not counted among those without
 
     def cut(self, name: str, header_of: HeaderOf = read_header) -> Cut:
         raise AudioError(AudioProblem.ROW, self.reason)

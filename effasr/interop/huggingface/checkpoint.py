@@ -49,7 +49,7 @@ _LOST_OPTIONS = {
     "decoder": ("input_dropout", "residual_dropout", "activation_dropout"),
     "transducer": ("dropout", "fastemit", "sigma"),
 }
-"""Training options that Canary and Parakeet do not have."""
+"""Training options that Canary, Parakeet and Moonshine do not have."""
 
 
 def import_model(
@@ -138,9 +138,10 @@ def _model_type(config: ModelConfig) -> str:
 def _lost_options(config: ModelConfig, part: str) -> list[str]:
     """The training options that transformers does not have."""
     lost = []
+    is_moonshine = getattr(config.encoder, "family", None) == "moonshine"
     for name, options in _LOST_OPTIONS.items():
         # The others have these dropouts, and a transducer that is left out loses no options.
-        if not isinstance(config.encoder, FastConformerConfig) or (
+        if not (isinstance(config.encoder, FastConformerConfig) or is_moonshine) or (
             name == "transducer" and part != name
         ):
             continue

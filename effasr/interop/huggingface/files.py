@@ -90,6 +90,9 @@ class ModelClass:
 def read_config(directory: Path, *model_types: str) -> dict[str, Any]:
     """Read ``config.json`` of one of these types."""
     mapping = read_json_object(directory / "config.json")
+    if mapping.get("model_type") == "moonshine_streaming":
+        other = "its features and its encoder are others: import a Moonshine that does not stream"
+        raise ValueError(f"{directory}: a streaming Moonshine is not read, as {other}.")
     if mapping.get("model_type") not in model_types:
         raise ValueError(
             f"`model_type` must be {' or '.join(model_types)}, but is {mapping.get('model_type')} "

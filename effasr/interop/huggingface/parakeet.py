@@ -308,6 +308,7 @@ def _write_canary(model: ASRModel, tokens: SpecialTokens) -> Content:
             ),
             f"decoder.positions={decoder.positions} with decoder.width=encoder.width (only "
             "sinusoidal)": decoder.positions != "sinusoidal" and not is_cohere,
+            "decoder.positions=rotary": decoder.positions == "rotary",
             f"decoder.activation={decoder.activation} (only relu)": decoder.activation != "relu",
             "decoder.embedding_norm=False": not decoder.embedding_norm,
             "decoder.key_bias=False": decoder.bias and not decoder.key_bias,
@@ -497,25 +498,14 @@ CLASSES = {
     "cohere_asr": ModelClass(
         "CohereAsrForConditionalGeneration", "decoder", COHERE, _read_cohere, _write_canary
     ),
-    "nemotron_asr_streaming": ModelClass(
-        "NemotronAsrStreamingForRNNT",
-        "transducer",
-        NEMOTRON_STREAMING,
-        _read_transducer,
-        _write_transducer,
-    ),
-    "nemotron3_5_asr": ModelClass(
-        "Nemotron3_5AsrForRNNT",
-        "transducer",
-        NEMOTRON_PROMPTED,
-        _read_transducer,
-        _write_transducer,
-    ),
     "parakeet_ctc": ModelClass("ParakeetForCTC", "ctc", PARAKEET_CTC, _read_ctc, _write_ctc),
-    "parakeet_rnnt": ModelClass(
-        "ParakeetForRNNT", "transducer", PARAKEET_TRANSDUCER, _read_transducer, _write_transducer
-    ),
-    "parakeet_tdt": ModelClass(
-        "ParakeetForTDT", "transducer", PARAKEET_TRANSDUCER, _read_transducer, _write_transducer
-    ),
+    **{
+        name: ModelClass(class_, "transducer", weights, _read_transducer, _write_transducer)
+        for name, class_, weights in (
+            ("nemotron_asr_streaming", "NemotronAsrStreamingForRNNT", NEMOTRON_STREAMING),
+            ("nemotron3_5_asr", "Nemotron3_5AsrForRNNT", NEMOTRON_PROMPTED),
+            ("parakeet_rnnt", "ParakeetForRNNT", PARAKEET_TRANSDUCER),
+            ("parakeet_tdt", "ParakeetForTDT", PARAKEET_TRANSDUCER),
+        )
+    },
 }

@@ -6,11 +6,15 @@ the adapters of one language are read. A model that was only pretrained, such as
 of one token and the blank, in whose place a fine-tuning puts that of its tokenizer. The blank of
 omniASR is the token that begins a sentence; as tokens keep their numbers, its class is a new one
 and the token's own never occurs.
+
+Moonshine has an encoder of this kind before a decoder. Pairs of channels that rotate are neighbours
+there, and halves of the rotated channels here.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +26,22 @@ from torch import Tensor
 from effasr.checks import check
 from effasr.data.features.config import FeatureConfig
 from effasr.interop.huggingface.files import Content, ModelClass, SpecialTokens, read_weights
-from effasr.interop.tables import Renames, Section, integer, number, one_of, refuse, switch
+from effasr.interop.tables import (
+    Renames,
+    Section,
+    export_weights,
+    integer,
+    number,
+    one_of,
+    only,
+    refuse,
+    switch,
+)
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.model.decoder import DecoderConfig
 from effasr.model.wav2vec2_encoder import KERNELS, STRIDES, Wav2Vec2EncoderConfig
+from effasr_kernels import Rotary
 
 _log = logging.getLogger(__name__)
 
@@ -288,6 +304,129 @@ def _write(family: str, model: ASRModel, tokens: SpecialTokens) -> Content:
     return Content(fields, preprocessor, weights=weights)
 
 
+def _moonshine_sizes(part: str) -> dict[str, Any]:
+    return {
+        "width": ("hidden_size", 288, integer),
+        "layers": (f"{part}_num_hidden_layers", 6, integer),
+        "heads": (f"{part}_num_attention_heads", 8, integer),
+        "feed_forward": ("intermediate_size", 1152, integer),
+        "attention_dropout": ("attention_dropout", 0.0, number),
+    }
+
+
+_MOONSHINE_ENCODER = Section(
+    _moonshine_sizes("encoder"),
+    constants={"encoder_hidden_act": "gelu", "decoder_hidden_act": "silu", "attention_bias": False},
+)
+_MOONSHINE_DECODER = Section(
+    {
+        **_moonshine_sizes("decoder"),
+        "max_positions": ("max_position_embeddings", 512, integer),
+        "tie_embeddings": ("tie_word_embeddings", True, switch),
+    }
+)
+_ROTARY = Section(
+    {"rotary_fraction": ("partial_rotary_factor", 0.9, number)},
+    constants={"rope_type": "default", "rope_theta": 10_000.0},
+)
+_MOONSHINE_OPTIONS: dict[str, Any] = {
+    "positions": "rotary",
+    "activation": "swiglu",
+    **dict.fromkeys(("embedding_norm", "bias", "output_bias"), False),
+}
+_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.weight")
+_MOONSHINE_NAMES = (
+    ("encoder.stem.convolutions.0.norm.", "encoder.groupnorm."),
+    *((f"encoder.stem.convolutions.{n}.conv.", f"encoder.conv{n + 1}.") for n in range(3)),
+    ("encoder.norm.", "encoder.layer_norm."),
+    ("encoder.", "model.encoder."),
+    ("decoder.untied_weight", "proj_out.weight"),
+    ("decoder.", "model.decoder."),
+    (".norm_self_att.", ".input_layernorm."),
+    (".norm_feed_forward.", ".post_attention_layernorm."),
+    (".feed_forward.linear", ".mlp.fc"),
+    (".mlp.linear", ".mlp.fc"),
+    (".self_attn.qkv_proj.", tuple(f".self_attn.{x}_proj." for x in "qkv")),
+    (".encoder_attn.kv_proj.", tuple(f".encoder_attn.{x}_proj." for x in "kv")),
+)
+MOONSHINE: Renames = {"encoder.": _MOONSHINE_NAMES, "decoder.": _MOONSHINE_NAMES}
+
+
+def _read_moonshine(content: Content) -> tuple[ModelConfig, int]:
+    mapping, weights = content.config, content.weights
+    fields, _ = _MOONSHINE_ENCODER.read("config", mapping)
+    decoder, _ = _MOONSHINE_DECODER.read("config", mapping)
+    heads = only(fields["heads"], None)
+    names = (f"decoder_num_{x}heads" for x in ("attention_", "key_value_"))
+    fixed = {name: heads for name in ("encoder_num_key_value_heads", *names)}
+    Section(fixed=fixed).read("config", mapping)
+    # Older files have it outside.
+    rotary, _ = _ROTARY.read("config", {**mapping, **(mapping.get("rope_parameters") or {})})
+    encoder = Wav2Vec2EncoderConfig(
+        **(fields | rotary), family="moonshine", convolution_bias=True, pre_norm=True
+    )
+    channels, fraction = encoder.width // encoder.heads, encoder.rotary_fraction
+    rule = f"rotate an even number of the {channels} channels of a head"
+    check(int(channels * fraction) % 2 == 0, "config.partial_rotary_factor", rule, fraction)
+    if decoder["tie_embeddings"]:
+        weights.pop("proj_out.weight", None)
+    _permute(weights, encoder, inverse=False)
+    preprocessor = {"do_normalize": False, **content.preprocessor}
+    features, _ = _FEATURES.read("preprocessor_config", preprocessor)
+    suppressed = tuple(content.generation.get("suppress_tokens") or ())
+    config = ModelConfig(
+        features=FeatureConfig(kind="waveform", hop=384, window=895, **features),
+        encoder=encoder,
+        decoder=DecoderConfig(**decoder, **rotary, **_MOONSHINE_OPTIONS, suppress=suppressed),
+    )
+    return config, integer("config.vocab_size", mapping.get("vocab_size", 32_768))
+
+
+def _permute(weights: dict[str, Tensor], encoder: Wav2Vec2EncoderConfig, *, inverse: bool) -> None:
+    """Bring channels that rotate together from neighbours to the halves of a head, or back."""
+    channels = encoder.width // encoder.heads
+    rotated = Rotary(fraction=encoder.rotary_fraction).rotated(channels)
+    order = torch.arange(channels)
+    order[:rotated] = torch.arange(rotated).view(-1, 2).T.flatten()
+    order = order.argsort() if inverse else order
+    for name in filter(_ROTATED.fullmatch, weights):
+        weights[name] = weights[name].unflatten(0, (-1, channels))[:, order].flatten(0, 1)
+
+
+def _write_moonshine(model: ASRModel, tokens: SpecialTokens) -> Content:
+    encoder, decoder = model.config.encoder, model.config.decoder
+    assert isinstance(encoder, Wav2Vec2EncoderConfig)
+    refuse("transformers", {"CTC head alone after a Moonshine's encoder": decoder is None})
+    assert decoder is not None
+    reasons = {
+        f"decoder.{name}={getattr(decoder, name)}": getattr(decoder, name) != value
+        for name, value in _MOONSHINE_OPTIONS.items()
+    }
+    for name in ("width", "heads", "feed_forward", "rotary_fraction", "attention_dropout"):
+        ours, theirs = getattr(encoder, name), getattr(decoder, name)
+        reasons[f"encoder.{name}={ours} with decoder.{name}={theirs}"] = ours != theirs
+    refuse("transformers", reasons)
+    ids = tokens.fields(model.vocab_size)
+    fields = {
+        "model_type": "moonshine",
+        **_MOONSHINE_ENCODER.write(encoder),
+        **_MOONSHINE_DECODER.write(decoder),
+        "rope_parameters": _ROTARY.write(encoder),
+        "vocab_size": model.vocab_size,
+        # transformers would not train the embedding of a padding token, which may be the end.
+        **ids | {"pad_token_id": None},
+    }
+    generation: dict[str, Any] = {**ids, "max_length": decoder.max_positions}
+    if suppressed := [*decoder.suppress, *tokens.unused_classes(model.vocab_size)]:
+        generation["suppress_tokens"] = suppressed
+    state = {name: x for name, x in model.state_dict().items() if ".qkv_proj." in name}
+    weights = export_weights(state, MOONSHINE)
+    _permute(weights, encoder, inverse=True)
+    preprocessor: dict[str, Any] = {"feature_extractor_type": "Wav2Vec2FeatureExtractor"}
+    preprocessor |= {**_FEATURES.write(model.config.features), "return_attention_mask": True}
+    return Content(fields, preprocessor, generation, weights)
+
+
 CLASSES = {
     family: ModelClass(name, "ctc", _names(family), partial(_read, family), partial(_write, family))
     for family, name in {
@@ -297,3 +436,5 @@ CLASSES = {
         "wavlm": "WavLMForCTC",
     }.items()
 }
+_NAME = "MoonshineForConditionalGeneration"
+CLASSES["moonshine"] = ModelClass(_NAME, "decoder", MOONSHINE, _read_moonshine, _write_moonshine)

@@ -62,6 +62,8 @@ def export_onnx(
     """
     check_packages()
     refuse_experts(model.config, "an ONNX graph of effasr")
+    has_rotary = getattr(model.config.decoder, "positions", None) == "rotary"
+    refuse("an ONNX graph of effasr", {"decoder.positions=rotary": has_rotary})
     if context is None:
         refuse_context(model.config.encoder, "the ONNX graph of whole utterances")
     else:

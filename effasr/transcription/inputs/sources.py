@@ -55,10 +55,7 @@ def find(arguments: Iterable[str]) -> list[Source]:
 
 
 def of_manifest(path: Path, *, prompt: Prompt, warn: bool = False) -> list[Source]:
-    """Return the recordings of a manifest; what a line does not say is as in ``prompt``.
-
-    ``warn`` of lines that name no language.
-    """
+    """Return the recordings of a manifest; what a line does not say is as in ``prompt``."""
     from effasr.data.manifest.reader import named
 
     utterances = list(named(path, prompt=prompt, untranscribed=True))

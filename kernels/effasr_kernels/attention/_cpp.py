@@ -26,8 +26,9 @@ def forward(a: AttentionArguments) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     q, k = widen(a.q), widen(a.k)
     rotary: tuple[Tensor, ...] = ()
     if a.rotary is not None:
-        angles_q = angles(a.layout_q, a.rotary, q)
-        angles_k = angles(a.layout_k, a.rotary, k) if a.layout_k is not a.layout_q else angles_q
+        angles_q = angles_k = angles(a.layout_q.positions(), a.rotary, q)
+        if a.layout_k is not a.layout_q:
+            angles_k = angles(a.layout_k.positions(), a.rotary, k)
         q, k = rotate(q, *angles_q), rotate(k, *angles_k)
         rotary = q, k, torch.stack(angles_q), torch.stack(angles_k)
     out, softmax, _ = _call(a, q, k).forward()

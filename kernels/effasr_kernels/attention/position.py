@@ -82,11 +82,11 @@ class RelativeBias:
         return reach
 
 
-def angles(layout: PackedLayout, rotary: Rotary, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of each row's position: two of (T, 1, R / 2)."""
+def angles(positions: Tensor, rotary: Rotary, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles of each row's position, (T,): two of (T, 1, R / 2)."""
     width = rotary.rotated(like.shape[-1])
     exponents = torch.arange(0, width, 2, device=like.device, dtype=torch.float64) / width
-    phases = layout.positions()[:, None, None] * rotary.base**-exponents
+    phases = positions[:, None, None] * rotary.base**-exponents
     return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
 
 

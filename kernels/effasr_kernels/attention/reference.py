@@ -17,10 +17,10 @@ def run(a: AttentionArguments) -> Tensor:
         out = _relative(a, q, k, v, a.relative, drop)
         return join_rows(out, a.layout_q, a.q)
     if a.rotary is not None:
-        angle_pair = angles(a.layout_q, a.rotary, q)
+        angle_pair = angles(a.layout_q.positions(), a.rotary, q)
         q = rotate(q, *angle_pair)
         if a.layout_k is not a.layout_q:
-            angle_pair = angles(a.layout_k, a.rotary, k)
+            angle_pair = angles(a.layout_k.positions(), a.rotary, k)
         k = rotate(k, *angle_pair)
     if a.group > 1:
         k, v = (x.repeat_interleave(a.group, dim=1) for x in (k, v))
