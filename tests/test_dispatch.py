@@ -1,6 +1,6 @@
 import sys
 from dataclasses import make_dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from effasr_kernels import (
     allow_reference_on_gpu,
     linear_cross_entropy,
 )
+from effasr_kernels.runtime import launch
 from effasr_kernels.runtime.dispatch import Dispatcher
 from tests.support.attention_arguments import attention_arguments
 
@@ -172,3 +173,15 @@ def test_an_operation_is_not_served_by_its_reference_on_a_gpu():
         arguments = attention_arguments(q, q, q, layout, layout, position=position)
         with pytest.raises(BackendUnavailable, match="slow on a GPU"):
             op.select(arguments)
+
+
+def test_kernels_in_triton_refuse_a_gpu_before_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 has 7.5; `effasr doctor` prints the reason."""
+    x: Any = SimpleNamespace(dtype=torch.float16, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for version, reason in (
+        ((7, 5), "needs compute capability 8.0, an A100, or later"),
+        ((8, 0), None),
+    ):
+        monkeypatch.setattr(launch, "capability", lambda _, version=version: version)
+        assert launch.refusal(x) == reason

@@ -10,12 +10,12 @@ more frames a step than the budget, padding included. ``packed_static`` fills a 
 batches of other toolkits, computed padded; ``transformers`` trains Hugging Face's Canary with the
 same weights, batches (of ``random``), loss and optimizer, or its Whisper on windows of 30 s, once
 both models have given the same loss. ``--modes`` is for ``packed_static``; ``graph_torch`` has the
-optimizer of PyTorch, with launches for clipping and casts of their own, and ``graph_narrow`` a
-residual stream in the dtype of the products. On a CPU systems take turns, a step each; on a GPU,
-and with several models or modes, each has a process of its own. The steps of a row are spread over
-an epoch by the length of their utterances: its throughput is that of all of them, its time the
-median of a step. --profile DIR records steps for ``profiling/report.py``, which has the time by
-category of kernel, in place of timing.
+optimizer of PyTorch, with launches for clipping and casts of their own, ``graph_apex`` apex's, and
+``graph_narrow`` a residual stream in the dtype of the products. On a CPU systems take turns, a step
+each; on a GPU, and with several models or modes, each has a process of its own. The steps of a row
+are spread over an epoch by the length of their utterances: its throughput is that of all of them,
+its time the median of a step. --profile DIR records steps for ``profiling/report.py``, which has
+the time by category of kernel, in place of timing.
 Needs torch and triton alone, but for the bucketed systems, which are lhotse's, and transformers.
 Exit code 1: something failed; 3: nothing could be measured here.
 """
@@ -67,7 +67,7 @@ STATIC = "packed_static"  # with static shapes, which graphs and compilation nee
 SYSTEMS = (
     *(STATIC, "packed", "random", "bucketed", "sync_bucketed", "sync_bucketed_2d", "transformers"),
 )
-MODES = ("eager", "graph", "compile", "graph_compile", "graph_torch", "graph_narrow")
+MODES = ("eager", "graph", "compile", "graph_compile", "graph_torch", "graph_apex", "graph_narrow")
 COLUMNS = (
     *("system", "model", "mode", "precision", "threads", "frame_budget", "utterances", "audio_s"),
     *("step_s", "p20_s", "p80_s", "audio_s_per_s", "padding_frames", "padding_tokens"),
@@ -126,8 +126,8 @@ class Setup:
         modes = {"cuda_graph": "graph" in mode, "compile": "compile" in mode}
         training = replace(self.config.training, **modes)
         optimizer, model = self.config.optimizer, self.config.model
-        if mode.endswith("torch"):
-            optimizer = replace(optimizer, implementation="torch")
+        if mode.endswith(("torch", "apex")):
+            optimizer = replace(optimizer, implementation=mode.removeprefix("graph_"))
         if mode.endswith("narrow"):
             model = replace(model, residual_in_fp32=False)
         config = replace(self.config, model=model, training=training, optimizer=optimizer)

@@ -8,7 +8,7 @@ from effasr_kernels.runtime import launch, tiles
 from effasr_kernels.runtime.deferred_sums import waiting
 
 
-def _error_of_mean(y: Tensor, longest: int) -> Tensor:
+def _error_of_mean(y: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Return the largest error of the mean of each channel, by the sums that the kernels compute.
 
     In units of u = 2^-24, with M the largest absolute value of a channel and R its range, to first
@@ -17,12 +17,15 @@ def _error_of_mean(y: Tensor, longest: int) -> Tensor:
     One of 4 groups of a tile adds n rows by Welford's update. Update k rounds the mean (M) and adds
     a product of a difference and a quotient (1 + 1 + 4 of R / k; the first, of 0, 1 + 4 of M). The
     updates after it reduce these errors to k / n: (n + 1) / 2 + 5 / n of M, and 6 of R. The mean of
-    a tile is a sum of 4 products, divided: 1 + 3 + 4 of M. The mean of all rows is a sum of up to 8
-    such products and of zeros, divided: 1 + 7 + 4 of M. As n is at least 4, 5 / n is at most 3 / 2.
+    a tile is a sum of 4 products, divided: 1 + 3 + 4 of M. The mean of p tiles, up to 16, is a sum
+    of as many products and of zeros, divided: p + 4 of M; that of q such groups q + 4. As n is at
+    least 4, 5 / n is at most 3 / 2.
     """
-    n = 4 * -(-min(longest, 128) // 16)
+    n = 4 * -(-min(max(sizes), 128) // 16)
+    tiles = sum(-(-size // 128) for size in sizes)
+    merged = min(tiles, 16) + -(-tiles // 16) + 8
     largest, span = y.abs().amax(0), y.amax(0) - y.amin(0)
-    return 2**-24 * ((n / 2 + 22) * largest + 6 * span)
+    return 2**-24 * ((n / 2 + 10 + merged) * largest + 6 * span)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +34,13 @@ def _error_of_mean(y: Tensor, longest: int) -> Tensor:
         ((9, 1), 2, 0.0),
         # More tiles than are loaded at a time, most of them without a row.
         ((257, 0, 1, 128, 127, *[0] * 66), 7, 0.0),
+        # Three groups of tiles, whose statistics are merged apart.
+        ((3,) * 39, 7, 0.0),
         # The mean is hundreds of times the deviation: E[y^2] - E[y]^2 would be wrong by a percent.
         ((150, 3), 7, 500.0),
         *(((0,) * sequences, rows, 0.0) for sequences, rows in ((0, 0), (0, 3), (2, 0), (1, 5))),
     ],
-    ids=["few", "many", "shifted", "nothing", "tail", "empty", "empty_and_tail"],
+    ids=["few", "many", "groups", "shifted", "nothing", "tail", "empty", "empty_and_tail"],
 )
 def test_statistics(
     sizes: tuple[int, ...], tail: int, shift: float, dtype: torch.dtype, device: torch.device
@@ -62,7 +67,7 @@ def test_statistics(
     spread, rtol = y.var(0, correction=0), 1e-4 if shift else 1e-5
     torch.testing.assert_close(variance.double().cpu(), spread, rtol=rtol, atol=0)
     error = (mean.double().cpu() - y.mean(0)).abs()
-    assert bool((error <= _error_of_mean(y, max(sizes))).all())
+    assert bool((error <= _error_of_mean(y, sizes)).all())
 
 
 def test_statistics_repeat_to_the_bit_and_change_nothing_else(

@@ -231,6 +231,9 @@ def test_absent_tables_are_said_and_no_reason_to_fail(path: Path) -> None:
     assert any("no table NVTX_EVENTS" in text for text in warnings)
     assert any("no ranges that mark steps" in text for text in warnings)
     assert report["budget"]["wall_ns"] == 100
+    export.range("of another program", 0, 300)
+    report = summary.analyze(sources.gather([export.write(path)])).report
+    assert any("no ranges of effasr in" in note["text"] for note in report["quality"])
 
 
 def test_lost_events_and_secrets_are_pointed_out(path: Path) -> None:

@@ -426,8 +426,10 @@ def test_each_choice_that_a_gpu_decides_has_its_rows() -> None:
     rows = ROWS | {"training": made}
     lines = {(x[1], x[2]): x[3:] for x in gpu.variant_lines(rows, dry=False)}
     model = "canary_1b_flash"
-    assert lines["optimizer.implementation", model] == ("auto 0.2, torch 0.3", "auto")
+    assert lines["optimizer.implementation", model] == ("auto 0.2, torch 0.3, apex", "auto")
     assert lines["model.residual_in_fp32", model] == ("true 0.2, false 0.15", "false")
+    fields = {field for field, _ in lines}
+    assert fields >= {f"kernels.{x}attention" for x in ("", "decoder_", "cross_")}
     assert lines["kernels.cross_attention", ""][1] == "not measured"
     # A dry run lists them all, and decides nothing.
     dry = gpu.variant_lines({name: [] for name in gpu.FILES}, dry=True)

@@ -49,12 +49,13 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tens
     make = x.new_empty if programs else x.new_zeros
     size = channels if a.statistics else 0
     mean, variance = (make(size, dtype=torch.float32) for _ in range(2))
+    merged = _MERGED * 32 * options["num_warps"] // config["BLOCK_C"]
     partials: tuple[Tensor | None, ...] = (None,) * 6
     if a.statistics:
         partials = (
             _wide(x, blocks_c, programs),
             *(_wide(x, programs, channels), _wide(x, programs, channels)),
-            *(mean, variance, program_counters(x, blocks_c)),
+            *(mean, variance, program_counters(x, blocks_c * (1 + ceil_div(programs, merged)))),
         )
     launch(
         convolve,
@@ -68,7 +69,7 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tens
         LEFT=_left(width, a.causal),
         GATED=a.gated,
         STATISTICS=a.statistics,
-        MERGED=_MERGED * 32 * options["num_warps"] // config["BLOCK_C"],
+        MERGED=merged,
         BLOCK=_BLOCK,
     )
     return (y, mean, variance), (tiles,)
@@ -146,7 +147,7 @@ def convolve(
     squares,  # float32 (tiles, C), sums of squared deviations from the mean
     mean,  # float32 (C,), 0 if all counts are 0
     variance,  # float32 (C,), biased, 0 if all counts are 0
-    counters,  # int32 (blocks of channels,); see `is_last_program`
+    counters,  # int32 (blocks of channels, 1 + groups of MERGED tiles); see `is_last_program`
     tiles,  # int32 (1 + tiles, 4); see `effasr_kernels.runtime.tiles.tile_table`
     sequences,  # N
     x_stride,
@@ -162,8 +163,9 @@ def convolve(
     STEP: tl.constexpr,  # number of rows that a thread loads at a time
 ):
     """Write one tile of y, and the statistics of all; program (tile, block of channels)."""
-    # Statistics exclude the tail. The last program of a block of channels merges the statistics of
-    # all tiles with rows.
+    # Statistics exclude the tail. Of every MERGED tiles with rows, the last program merges the
+    # statistics, and the last of these programs those of all: two levels, so that no program reads
+    # the tiles of a long batch one after the other.
     tile, live = tl.program_id(0), tl.load(tiles)
     if tile >= live:
         return
@@ -184,8 +186,25 @@ def convolve(
         tl.store(counts + tile, count)
         tl.store(means + partial, tile_mean, mask=c < channels)
         tl.store(squares + partial, square, mask=c < channels)
-        if is_last_program(counters, tl.program_id(1), live):
-            _merge(counts, means, squares, mean, variance, c, live, channels, MERGED, BLOCK_C)
+        groups, group = tl.cdiv(live, MERGED), tile // MERGED
+        counters += tl.program_id(1) * (1 + groups)
+        begin = group * MERGED
+        end = tl.minimum(begin + MERGED, live)
+        if is_last_program(counters, 1 + group, end - begin):
+            at = counts, means, squares
+            count, tile_mean, square = _merge(*at, c, begin, end, 1, channels, MERGED, BLOCK_C)
+            # In the place of the first of them, which no other program reads.
+            first_of_group = begin.to(tl.int64) * channels + c
+            tl.debug_barrier()
+            tl.store(counts + begin, count)
+            tl.store(means + first_of_group, tile_mean, mask=c < channels)
+            tl.store(squares + first_of_group, square, mask=c < channels)
+            if is_last_program(counters, 0, groups):
+                count, tile_mean, square = _merge(
+                    *at, c, 0, live, MERGED, channels, MERGED, BLOCK_C
+                )
+                tl.store(mean + c, tile_mean, mask=c < channels)
+                tl.store(variance + c, square / tl.maximum(count, 1.0), mask=c < channels)
 
 
 @triton.jit
@@ -251,30 +270,28 @@ def _convolve_tile(
 
 @triton.jit
 def _merge(
-    counts, means, squares, mean, variance, c, tiles, channels,
+    counts, means, squares, c, begin, end, step: tl.constexpr, channels,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Merge the statistics of all tiles in two passes, by the formula of Chan et al."""
+    """Merge those of every step-th tile in two passes, by the formula of Chan et al."""
     index = tl.arange(0, BLOCK)[:, None]
     number = tl.zeros((BLOCK, 1), dtype=tl.float32)
     weighted = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
-    for begin in range(0, tiles, BLOCK):
-        count, offset, mask = _tiles_from(begin, index, counts, c, tiles, channels)
+    for first in range(begin, end, BLOCK * step):
+        count, offset, mask = _tiles_from(first, step * index, counts, c, end, channels)
         number += count
         weighted += count * tl.load(means + offset, mask=mask, other=0.0, cache_modifier=".cg")
-    rows = tl.maximum(tl.sum(number), 1.0)
-    overall_mean = tl.sum(weighted, axis=0, keep_dims=True) / rows
+    rows = tl.sum(number)
+    overall_mean = tl.sum(weighted, axis=0, keep_dims=True) / tl.maximum(rows, 1.0)
     total = tl.zeros((BLOCK, BLOCK_C), dtype=tl.float32)
-    for begin in range(0, tiles, BLOCK):
-        count, offset, mask = _tiles_from(begin, index, counts, c, tiles, channels)
+    for first in range(begin, end, BLOCK * step):
+        count, offset, mask = _tiles_from(first, step * index, counts, c, end, channels)
         deviation = (
             tl.load(means + offset, mask=mask, other=0.0, cache_modifier=".cg") - overall_mean
         )
         square = tl.load(squares + offset, mask=mask, other=0.0, cache_modifier=".cg")
         total += square + count * deviation * deviation
-    tl.store(mean + c, overall_mean, mask=c < channels)
-    spread = tl.sum(total, axis=0, keep_dims=True) / rows
-    tl.store(variance + c, spread, mask=c < channels)
+    return rows, overall_mean, tl.sum(total, axis=0, keep_dims=True)
 
 
 @triton.jit
