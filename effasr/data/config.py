@@ -84,7 +84,8 @@ class DataConfig:
             translation, for the text encoder. Null where no manifest has such; 1 where all have,
             and ``frame_budget`` are then the tokens that the text encoder reads.
         text_token_budget: Decoder tokens of a text-only micro-batch beside others; by default as
-            many as of another.
+            many as of another. ``auto``: as many as cost as much as another costs, in FLOPs, so
+            that no rank waits for one that has speech.
         min_duration: Shorter utterances are dropped; seconds.
         max_duration: Longer utterances are dropped; seconds.
         filters: Further filters, and limits on what they drop.
@@ -122,7 +123,7 @@ class DataConfig:
     max_sequences: int | Literal["auto"] | None = "auto"
     micro_batches: int = 1
     text_share: float | None = None
-    text_token_budget: int | None = None
+    text_token_budget: int | Literal["auto"] | None = None
     min_duration: float = 0.1
     max_duration: float = 40.0
     filters: FilterConfig = field(default_factory=FilterConfig)

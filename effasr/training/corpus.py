@@ -13,6 +13,7 @@ from effasr.checks import check
 from effasr.data.config import DataConfig
 from effasr.data.prompt import warn_assumed
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
+from effasr.model.cost import cost_model, text_cost_model
 from effasr.training.checkpointing.resume import Saved, begin_anew
 from effasr.training.config import TrainConfig
 from effasr.untrusted.remote import cache_folder, is_url
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from effasr.data.conversation.corpus import ConversationCorpus
     from effasr.data.index.corpus import Corpus
     from effasr.data.index.text_corpus import TextCorpus
+    from effasr.data.sampling.cost import CostModel
 
     TrainingCorpus = Corpus | ConversationCorpus | TextCorpus
 
@@ -86,7 +88,7 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
     )
     _check_unknown(*corpus.count_unknown(tokenizer), config.data.filters.max_unknown)
     if text_only:
-        from effasr.data.index.text_corpus import TextCorpus
+        from effasr.data.index.text_corpus import TextCorpus, balanced_token_budget, text_shape
 
         text = TextCorpus.load(
             [path for path, _ in text_only],
@@ -97,6 +99,12 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
             sources=[source for _, source in text_only],
         )
         text = _aligned(text, config)
+        if config.data.text_token_budget == "auto":
+            costs = text_costs(config, tokenizer)
+            frames = corpus.shape.frame_budget
+            budget = balanced_token_budget(corpus.lengths, text.lengths, frames, costs)
+            shape = text_shape(text.lengths, text.sources, text.shares, None, budget)
+            text = replace(text, shape=shape)
         if text_experts is not None:
             text = text.with_experts(text_experts.number_of)
         corpus = corpus.with_text(text)
@@ -106,6 +114,13 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
     if language == DataConfig().language and config.model.is_told_language(tokenizer.sources):
         warn_assumed(corpus.assumed, len(corpus), language, "set data.language")
     return corpus
+
+
+def text_costs(config: TrainConfig, tokenizer: Tokenizer) -> tuple[CostModel, CostModel]:
+    """Return the costs of an utterance and of a text pair, which a text encoder reads."""
+    text = text_cost_model(config.model, tokenizer.vocab_size)
+    assert text is not None
+    return cost_model(config.model, tokenizer.vocab_size), text
 
 
 def _aligned(text: TextCorpus, config: TrainConfig) -> TextCorpus:

@@ -84,6 +84,7 @@ class TextCorpus(BaseCorpus):
         other. ``sources`` has the source of each manifest among the leaves of ``config.mix``.
         """
         budget = config.text_token_budget or token_budget
+        budget = token_budget if budget == "auto" else budget
         builder = _TextIndexBuilder(tokenizer, row_budget, budget, max_positions)
         sources = sources or [0] * len(paths)
         for path, source in zip(paths, sources, strict=True):
@@ -214,6 +215,52 @@ class TextCorpus(BaseCorpus):
         return np.union1d(self._read.values, self._written.values)
 
 
+def balanced_token_budget(
+    speech: UtteranceLengths, text: UtteranceLengths, frames: int, costs: tuple[CostModel, ...]
+) -> int:
+    """Return the decoder tokens of pairs that cost as much as so many frames of speech.
+
+    ``costs`` are those of an utterance, and of a pair.
+    """
+    of_speech, of_text = (
+        float(cost.of(each.frames, each.tokens).mean())
+        for cost, each in zip(costs, (speech, text), strict=True)
+    )
+    pairs = frames / float(speech.frames.mean()) * of_speech / of_text
+    return max(round(pairs * float(text.tokens.mean())), int(text.tokens.max()))
+
+
+def text_shape(
+    lengths: UtteranceLengths,
+    sources: np.ndarray,
+    shares: Mixture,
+    rows: int | None,
+    tokens: int | None,
+    max_sequences: int | Literal["auto"] | None = None,
+) -> StaticShape:
+    """Return the shape of text-only batches; of the budgets, None fills along with the other."""
+    read, written = lengths.frames, lengths.tokens
+    # What fills along with the other budget as pairs are drawn, and at least the longest's.
+    total = int(read.sum(dtype=np.int64))
+    quotas = [round(share * total) for share in shares.asked]
+    drawn = population(sources, read, quotas, seed=0, epoch=0)
+    if rows is None:
+        assert tokens is not None
+        swapped = UtteranceLengths(written[drawn], read[drawn])
+        rows = max(suggest_token_budget(swapped, tokens), read.max())
+    if tokens is None:
+        tokens = max(suggest_token_budget(lengths.take(drawn), rows), written.max())
+    rows, tokens = int(rows), int(tokens)
+    shape = StaticShape(
+        rows,
+        tokens,
+        max(8, -(-tokens // 8)),
+        longest_frames=int(read.max()),
+        longest_tokens=int(written.max()),
+    )
+    return with_sequences(shape, max_sequences, UtteranceLengths(read[drawn], written[drawn]))
+
+
 class _TextIndexBuilder:
     def __init__(
         self,
@@ -264,7 +311,9 @@ class _TextIndexBuilder:
         shares = Mixture.of(mix, sources, lengths.frames, unit="tokens")
         return TextCorpus(
             lengths=lengths,
-            shape=self._shape(lengths, sources, shares, max_sequences),
+            shape=text_shape(
+                lengths, sources, shares, self.row_budget, self.token_budget, max_sequences
+            ),
             dropped=tuple(self.dropped),
             samples=np.zeros(len(sources), dtype=np.int64),
             sources=sources,
@@ -280,35 +329,6 @@ class _TextIndexBuilder:
             _requests=requests,
             _request_ids=ids,
         )
-
-    def _shape(
-        self,
-        lengths: UtteranceLengths,
-        sources: np.ndarray,
-        shares: Mixture,
-        max_sequences: int | Literal["auto"] | None,
-    ) -> StaticShape:
-        read, written = lengths.frames, lengths.tokens
-        # What fills along with the other budget as pairs are drawn, and at least the longest's.
-        total = int(read.sum(dtype=np.int64))
-        quotas = [round(share * total) for share in shares.asked]
-        drawn = population(sources, read, quotas, seed=0, epoch=0)
-        rows, tokens = self.row_budget, self.token_budget
-        if rows is None:
-            assert tokens is not None
-            swapped = UtteranceLengths(written[drawn], read[drawn])
-            rows = max(suggest_token_budget(swapped, tokens), read.max())
-        if tokens is None:
-            tokens = max(suggest_token_budget(lengths.take(drawn), rows), written.max())
-        rows, tokens = int(rows), int(tokens)
-        shape = StaticShape(
-            rows,
-            tokens,
-            max(8, -(-tokens // 8)),
-            longest_frames=int(read.max()),
-            longest_tokens=int(written.max()),
-        )
-        return with_sequences(shape, max_sequences, UtteranceLengths(read[drawn], written[drawn]))
 
     def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:
         """Return the ids of the text encoder's input, of the decoder's prompt and of its target."""

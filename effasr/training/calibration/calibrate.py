@@ -25,9 +25,9 @@ from effasr.training.calibration.search import (
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.store import Calibration
 from effasr.training.calibration.trial import Measurement, Request, measure
-from effasr.training.calibration.workload import Conversations, Population, Workload
+from effasr.training.calibration.workload import Conversations, Population, Texts, Workload
 from effasr.training.config import TrainConfig
-from effasr.training.corpus import load_corpus
+from effasr.training.corpus import load_corpus, text_costs
 from effasr.training.memory import total_bytes
 
 T = TypeVar("T")
@@ -181,6 +181,9 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
     conversations = None
     if isinstance(corpus, ConversationCorpus):
         conversations = Conversations.of(corpus, config.data.mix, config.model)
+    texts = None
+    if corpus.text is not None:
+        texts = Texts(corpus.text, data.text_token_budget, text_costs(config, tokenizer))
     return Population.of(
         corpus.lengths,
         config.data.token_budget,
@@ -188,6 +191,7 @@ def read_population(config: TrainConfig, tokenizer: Tokenizer) -> Population:
         config.model.features.framing,
         transducer=config.model.transducer is not None,
         conversations=conversations,
+        texts=texts,
     )
 
 

@@ -249,4 +249,8 @@ def describe(trial: Trial) -> str:
     text += f"{gib(trial.measured.peak_bytes)}"
     if trial.error is not None:
         text += f" (predicted {100 * trial.error:+.1f} %)"
-    return f"{text}, {trial.measured.speed:.0f} s of audio per second"
+    text += f", {trial.measured.speed:.0f} s of audio per second"
+    if trial.measured.text_seconds:
+        share = trial.measured.text_seconds / trial.measured.seconds
+        text += f"; a micro-batch of text takes {share:.2f} times as long as one of speech"
+    return text

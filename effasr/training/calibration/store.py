@@ -158,6 +158,7 @@ def _statistics(population: Population, micro_batches: int) -> dict[str, Any]:
     frames, tokens = population.lengths.frames, population.lengths.tokens
     total = float(frames.sum(dtype=np.int64))
     return {
+        **_statistics_of_texts(population),
         **_statistics_of_conversations(population),
         "longest_frames": int(frames.max()),
         "longest_tokens": int(tokens.max()),
@@ -167,6 +168,17 @@ def _statistics(population: Population, micro_batches: int) -> dict[str, Any]:
         "token_budget": population.token_budget,
         "max_sequences": population.max_sequences,
     }
+
+
+def _statistics_of_texts(population: Population) -> dict[str, Any]:
+    texts = population.texts
+    if texts is None:
+        return {}
+    work = texts.work(population.lengths, population.shape(_PER_FRAMES))
+    shape = work.shape
+    budgets = _roughly(shape.frame_budget), _roughly(shape.token_budget)
+    longest = shape.longest_frames, shape.longest_tokens
+    return {"text": [texts.budget, work.aligned, *budgets, *longest]}
 
 
 def _statistics_of_conversations(population: Population) -> dict[str, Any]:

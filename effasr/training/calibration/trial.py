@@ -27,7 +27,7 @@ from effasr import config as configuration
 from effasr.data.worker_processes import signal_at_death_of_parent
 from effasr.distributed.process_group import DistributedContext
 from effasr.training import build
-from effasr.training.calibration.workload import Workload, batch_of
+from effasr.training.calibration.workload import Workload, batch_of, text_batch_of
 from effasr.training.config import TrainConfig
 from effasr.training.fault_tolerance.oom_recovery import Failure, OutOfMemory, attempt
 from effasr.training.step import TrainState, train_step
@@ -58,6 +58,8 @@ class Measurement:
     # Useful audio seconds per second of each timed step
     speeds: tuple[float, ...] = ()
     reason: str = ""  # Why it did not fit
+    # Shortest time of a text-only micro-batch, as ``seconds``; 0 without such
+    text_seconds: float = 0.0
 
     @property
     def speed(self) -> float:
@@ -104,8 +106,14 @@ def run(request: Request) -> Measurement:
         if is_timed:
             seconds.append(used / len(batches))
             audio.append(batch.audio_seconds)
+    text_seconds = 0.0
+    if work.text is not None:
+        batches = [text_batch_of(work.text, request.vocab_size)] * request.micro_batches
+        used = (_timed_step(train_state, batches, step, device) for step in range(2))
+        text_seconds = min(used) / len(batches)
     return Measurement(
         fits=True,
+        text_seconds=text_seconds,
         peak_bytes=_peak(device),
         seconds=min(seconds),
         audio_seconds=statistics.mean(audio),

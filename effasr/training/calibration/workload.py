@@ -12,7 +12,7 @@ import numpy as np
 
 from effasr.checks import check
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, collate, with_experts
+from effasr.data.collate import Example, TextExample, collate, collate_text, with_experts
 from effasr.data.conversation.batch import ConversationBatch
 from effasr.data.conversation.budgets import (
     epoch_lengths,
@@ -23,7 +23,9 @@ from effasr.data.conversation.budgets import (
 from effasr.data.conversation.collate import ConversationExample, collate_conversations
 from effasr.data.conversation.rows import CLIP
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
+from effasr.data.index.text_corpus import TextCorpus, balanced_token_budget, text_shape
 from effasr.data.mixture import MixConfig
+from effasr.data.sampling.cost import CostModel
 from effasr.data.sampling.packing import (
     plan_epoch,
     suggest_node_budget,
@@ -161,12 +163,43 @@ def conversations_of(
 
 
 @dataclass(frozen=True, slots=True)
+class TextWork:
+    shape: StaticShape  # Shape of text-only batches
+    extreme: Lengths  # Tokens to read and to write of the batch that takes the most memory
+    aligned: bool  # Whether CTC and the transducer learn from it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """Text pairs that have micro-batches of their own beside speech."""
+
+    corpus: TextCorpus  # In a budget that drops nothing
+    budget: int | Literal["auto"] | None  # `DataConfig.text_token_budget`
+    costs: tuple[CostModel, CostModel]
+
+    def work(self, speech: UtteranceLengths, shape: StaticShape) -> TextWork:
+        """Return the batches that training has beside those of speech in this shape."""
+        budget = shape.token_budget if self.budget in (None, "auto") else int(self.budget)
+        corpus = self.corpus
+        fits = (corpus.lengths.frames <= budget) & (corpus.lengths.tokens <= budget)
+        remedy = "give data.text_token_budget, or leave out long texts"
+        check(fits.any(), "data.text_token_budget", "hold a text pair", budget, remedy)
+        lengths = corpus.lengths.take(fits)
+        if self.budget == "auto":
+            budget = balanced_token_budget(speech, lengths, shape.frame_budget, self.costs)
+        shape = text_shape(lengths, corpus.sources[fits], corpus.shares, None, budget)
+        extreme = longest_together(lengths.frames + lengths.tokens, lengths, shape)
+        return TextWork(shape, extreme, corpus.aligned)
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     shape: StaticShape  # Shape of every batch
     timed: list[Lengths]  # Usual batches, whose steps are timed
     extreme: Lengths  # The batch that takes the most memory
     # Clips of the conversations of a language model; None for utterances
     clips: Clips | None = None
+    text: TextWork | None = None  # Text-only batches of the same run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,6 +214,7 @@ class Population:
     # Clips and sources of conversations, whose tokens are the rows of a language model; None for
     # utterances
     conversations: Conversations | None = None
+    texts: Texts | None = None  # Text pairs beside speech
 
     @classmethod
     def of(
@@ -192,6 +226,7 @@ class Population:
         *,
         transducer: bool = False,
         conversations: Conversations | None = None,
+        texts: Texts | None = None,
     ) -> Population:
         """Return the population of a corpus; of a very large one a sample with its extremes."""
         total = int(lengths.frames.sum(dtype=np.int64))
@@ -205,7 +240,10 @@ class Population:
             chosen = np.unique([*range(0, len(lengths), stride), *extremes])
             lengths = lengths.take(chosen)
             conversations = conversations and conversations.select(chosen)
-        return cls(lengths, total, token_budget, max_sequences, framing, transducer, conversations)
+        return cls(
+            *(lengths, total, token_budget, max_sequences, framing, transducer, conversations),
+            texts,
+        )
 
     @property
     def longest(self) -> int:
@@ -256,7 +294,8 @@ class Population:
             # Speech that was divided anew may have a clip more; all batches have one shape.
             counts = (sum(len(clips.split(f)) for f, _ in lengths) for lengths in [*timed, extreme])
             clips = replace(clips, most=max(clips.most, *counts))
-        return Workload(shape, timed, extreme, clips)
+        text = None if self.texts is None else self.texts.work(lengths, shape)
+        return Workload(shape, timed, extreme, clips, text)
 
     def planned(self, shape: StaticShape) -> list[Lengths]:
         """Return micro-batches as the packed planner makes them from a sample of the corpus."""
@@ -324,6 +363,18 @@ def batch_of(
         examples.append(Example(f"trial-{number}", audio, [0], text.tolist()))
     # An expert costs what any other does, so that all may have the first.
     return with_experts(collate(examples, shape, eos_id=0, pad_id=0))
+
+
+def text_batch_of(work: TextWork, vocab_size: int) -> Batch:
+    """Return the text-only batch that takes the most memory."""
+    examples = []
+    for number, (read, written) in enumerate(work.extreme):
+        ids = ((np.arange(max(read, written)) + number) % vocab_size).tolist()
+        examples.append(
+            TextExample(f"trial-{number}", [*ids[: read - 1], 0], [0], ids[: written - 1])
+        )
+    batch = collate_text(examples, work.shape, eos_id=0, pad_id=0, aligned=work.aligned)
+    return with_experts(batch)
 
 
 def _pairs(lengths: UtteranceLengths, indices: np.ndarray) -> Lengths:

@@ -1,25 +1,33 @@
 """The search, on machines whose memory and speed are known."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from effasr import config as configuration
 from effasr.data.batch import StaticShape
 from effasr.data.index.corpus import Corpus
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.tokenizer import load_tokenizer
+from effasr.training.calibration import store, trial
+from effasr.training.calibration.calibrate import read_population
 from effasr.training.calibration.search import (
     LinearModel,
     Search,
+    Trial,
     bucket_sizes,
     describe,
     frames_per_full_wave,
 )
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.workload import Lengths, Population, batch_of
+from effasr.training.corpus import load_corpus, text_costs
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
+from effasr.training.resolve import find_tokenizer, resolve_config
 from tests.training.calibration.conftest import lengths
 
 MEMORY = LinearModel(2e9, 46e4)
@@ -213,6 +221,48 @@ def test_the_shape_is_that_of_training(make_config, budget, transducer):
     assert (corpus.shape.node_budget is not None) == transducer
     population = Population.of(corpus.lengths, max_sequences="auto", transducer=transducer)
     assert population.shape(budget) == corpus.shape
+
+
+@pytest.mark.parametrize("budget", [None, 60, "auto"])
+def test_text_batches_are_tried_as_training_has_them(make_with_text, budget, monkeypatch):
+    """In this process, whose memory is not limited; all shares of both are calibrated."""
+    config = resolve_config(make_with_text(data={"text_token_budget": budget}), None)
+    config = replace(config, data=replace(config.data, max_sequences="auto"))
+    tokenizer = find_tokenizer(config, None)
+    corpus = load_corpus(config, tokenizer, None)
+    population = read_population(config, tokenizer)
+    work = population.workload(config.data.frame_budget, batches=1)
+    assert work.text.shape == corpus.text.shape
+    made_for = store.describe(config, tokenizer.vocab_size, population, torch.device("cpu"), 1)
+    assert made_for["lengths"]["text"][0] == budget
+    costs = text_costs(config, tokenizer)
+    speech, text = (
+        cost.of(part.lengths.frames, part.lengths.tokens).mean() / amount.mean() * size
+        for cost, part, amount, size in zip(
+            costs,
+            (corpus, corpus.text),
+            (corpus.lengths.frames, corpus.text.lengths.tokens),
+            (corpus.shape.frame_budget, corpus.text.shape.token_budget),
+            strict=True,
+        )
+    )
+    assert (abs(speech / text - 1) < 0.02) == (budget == "auto")
+    steps, timed = [], trial._timed_step
+    monkeypatch.setattr(trial, "_limit", lambda device, limit: None)
+    monkeypatch.setattr(
+        trial, "_timed_step", lambda *given: steps.append(given[1][0]) or timed(*given)
+    )
+    mapping = configuration.to_mapping(config)
+    measured = trial.run(trial.Request(mapping, tokenizer.vocab_size, "cpu", 1 << 32, 1, work))
+    assert measured.text_seconds > 0
+    assert "micro-batch of text takes" in describe(Trial(40, 40, False, measured))
+    assert [batch.source is None for batch in steps] == [True] * (len(steps) - 2) + [False] * 2
+    pairs = list(zip(steps[-1].frame_lengths, steps[-1].token_lengths, strict=True))
+    assert pairs == work.text.extreme
+    # Batches of a run and of its trials have one shape.
+    expected = corpus.text.batch(np.arange(2)).tensors()
+    tried = replace(steps[-1], expert=None).tensors()
+    assert [x.shape for x in tried] == [x.shape for x in expected]
 
 
 def test_a_trial_of_a_transducer_stays_within_its_nodes():
