@@ -1,3 +1,4 @@
+import json
 import random
 import re
 import shutil
@@ -10,11 +11,16 @@ import numpy as np
 import pytest
 import soundfile
 
+from effasr.data.conversation.messages import conversations
+from effasr.data.conversation.tokenize import conversation_rows
 from effasr.data.demo import corpus, render
 from effasr.data.demo.acoustics import REFERENCE_LEVEL_DB, record
+from effasr.data.demo.chat_model import TRANSCRIBE, write_conversations
 from effasr.data.demo.corpus import DemoCorpus, build
 from effasr.data.demo.plan import SPLITS, plan
 from effasr.data.demo.sentences import BILINGUAL, ENGLISH
+from effasr.data.tokenizer import ChatTokenizer, load_tokenizer
+from effasr.decoding.config import DecodingConfig
 from tests.support.corpora import read_lines
 
 SMALL: dict[str, Any] = {"utterances": 12, "seed": 1}
@@ -226,3 +232,47 @@ def test_splits_have_no_sentence_and_no_voice_in_common(recordings):
     assert words["dev"] | words["test"] <= words["train"]
     assert Counter(item.split for item in recordings) == {"train": 1200, "dev": 60, "test": 120}
     assert len({item.path for item in recordings}) == len(recordings)
+
+
+@pytest.fixture(scope="module")
+def chat_files(tmp_path_factory):
+    pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("demo")
+    for split, count in (("train", 6), ("dev", 2)):
+        rows = [
+            {
+                "id": f"{split}-{n}-{task}",
+                "audio_filepath": f"{split}/{n}.wav",
+                "text": f"turn on lamp {n}",
+                "target_lang": "en",
+                "task": task,
+            }
+            for n in range(count)
+            for task in ("transcribe", "translate")
+        ]
+        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return write_conversations(root)
+
+
+def test_conversations_ask_for_what_the_corpus_has(chat_files):
+    spoken = list(conversations(chat_files.speech))
+    assert len(spoken) == 12
+    assert not any(item.problem for item in spoken)
+    instructions = [item.messages[0].parts[1] for item in spoken[:2]]
+    assert instructions == [TRANSCRIBE, "Translate the speech to English."]
+    assert instructions[0] == DecodingConfig().instruction
+    assert spoken[0].clips[0].audio == str(chat_files.speech.parent / "train/0.wav")
+    written = list(conversations(chat_files.text_dev))
+    assert len(written) == 8
+    assert not any(item.clips for item in written)
+
+
+def test_the_chat_model_tokenizes_them(chat_files):
+    tokenizer = load_tokenizer(chat_files.model)
+    assert isinstance(tokenizer, ChatTokenizer)
+    config = json.loads((chat_files.model / "config.json").read_text())
+    assert config["vocab_size"] == tokenizer.vocab_size
+    assert config["eos_token_id"] == tokenizer.eos_id == tokenizer.stop_ids[0]
+    for item in (*conversations(chat_files.speech), *conversations(chat_files.text)):
+        rows = conversation_rows(item.messages, tokenizer)
+        assert ~rows[-1] == tokenizer.eos_id

@@ -288,12 +288,6 @@ def test_rate_outliers_are_those_among_texts_of_their_language(chosen):
     assert result.dropped[0].details == "10.0 per second, far more than others of 4.0 s"
 
 
-@pytest.mark.parametrize("seconds", [[], [50.0]])
-def test_nothing_is_left(chosen, seconds):
-    with pytest.raises(ValueError, match=rf"list: no utterance can be planned \({len(seconds)} d"):
-        chosen([(value, 1) for value in seconds], frame_budget=100)
-
-
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -1,12 +1,14 @@
-"""The page of fields is that of the docstrings, and has every field of a recipe."""
+"""Pages of fields and of the API are those of the docstrings; examples run on a CPU."""
 
 import dataclasses
 import re
 
 import pytest
+import torch
 
 from effasr import config as configuration
 from effasr.training.config import TrainConfig
+from effasr_kernels import OPERATIONS
 from tests.docs.scripts import ROOT, load
 
 
@@ -66,3 +68,42 @@ def test_the_fields_of_the_migration_page_exist(generate):
     }
     assert len(named) > 50
     assert not unknown, unknown
+
+
+EXAMPLES = ROOT / "docs/examples"
+
+
+@pytest.fixture(scope="module")
+def api():
+    return load(ROOT / "docs/generate_api.py")
+
+
+def test_the_pages_are_those_of_the_docstrings_without_their_marks(api):
+    assert api.main(["--check"]) == 0
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
+    assert pages.keys() == {"README", *OPERATIONS}
+    for text in pages.values():
+        marks = re.findall(r"\.\. math|````|(?<!`)``(?!`)|^(?:Args|Returns|Raises):", text, re.M)
+        assert marks == []
+
+
+def test_an_outdated_page_is_found_and_written_anew(api, tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "ROOT", tmp_path)
+    monkeypatch.setattr(api, "API", tmp_path / "api")
+    assert api.main([]) == 0
+    page = tmp_path / "api" / "attention.md"
+    page.write_text(page.read_text().replace("softmax", "softmin"))
+    (tmp_path / "api" / "gone.md").touch()
+    assert api.main(["--check"]) == 1
+    assert api.main([]) == 0
+    assert api.main(["--check"]) == 0
+    assert not (tmp_path / "api" / "gone.md").exists()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_example_of_an_operation_runs(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert re.search(rf"from effasr_kernels import .*\b{name}\b", text)
+    assert re.search(r"^(assert|torch.testing)", text, re.M)
+    torch.manual_seed(0)
+    exec(compile(text, str(EXAMPLES / f"{name}.py"), "exec"), {})
