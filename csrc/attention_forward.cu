@@ -2,27 +2,31 @@
 //
 // The softmax is computed online, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), in powers of two.
 // No score leaves the multiprocessor; `cuda/scores.cuh` has the part of them that depends on distance. Shared
-// memory has two tiles of the table, one of keys, one of values, and the ring.
+// memory has two tiles of the table, one of keys, one of values, and the ring. sm_90a has products of four warps.
 #include <cmath>
 
+#include "cuda/group.cuh"
 #include "cuda/launch.cuh"
 
 namespace effasr {
 
 constexpr int kThreads = 128;
 
-// Queries of a warp plus a bias, rounded once; zeros past the sequence.
+// Queries of a warp plus either bias, rounded once; past the sequence the biases.
 template <class T, int D>
 __device__ void load_queries(
-    Held<D>& held, const uint16_t* q, int stride, int rows, const uint16_t* bias) {
+    Held<D>& by_content, Held<D>& by_position, const AttentionCall& p, const uint16_t* q, int rows, int head) {
+  const auto read = [](const uint16_t* from) { return *reinterpret_cast<const uint32_t*>(from); };
+  const uint16_t* lines[2] = {q + lane() / 4 * p.q_row, q + (lane() / 4 + 8) * p.q_row};
+  const int first = lane() % 4 * 2, column_of_head = head * D + first;
 #pragma unroll
   for (int k = 0; k < D / 16; ++k)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = lane() / 4 + i % 2 * 8, column = 16 * k + i / 2 * 8 + lane() % 4 * 2;
-      uint32_t pair = 0;
-      if (row < rows) pair = *reinterpret_cast<const uint32_t*>(q + row * stride + column);
-      held.numbers[k][i] = T::add(pair, *reinterpret_cast<const uint32_t*>(bias + column));
+      const int column = 16 * k + i / 2 * 8;
+      const uint32_t pair = lane() / 4 + i % 2 * 8 < rows ? read(lines[i % 2] + first + column) : 0;
+      by_content.numbers[k][i] = T::add(pair, read(p.content_bias + column_of_head + column));
+      by_position.numbers[k][i] = T::add(pair, read(p.position_bias + column_of_head + column));
     }
 }
 
@@ -40,12 +44,12 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   constexpr int kKeyTile = 2 * kTileBytes<D>, kValueTile = 3 * kTileBytes<D>;
   const uint32_t tiles = shared_address(shared);
   const Places<D> at(tiles);
-  float* ring = reinterpret_cast<float*>(shared + 4 * kTileBytes<D>) + warp() * 16 * kPitch<kRows>;
+  constexpr int kRingPitch = kHasGroups ? kGroupPitch : kPitch<kRows>;
+  float* ring = reinterpret_cast<float*>(shared + 4 * kTileBytes<D>) + warp() * 16 * kRingPitch;
 
   Held<D> by_content, by_position;
   const uint16_t* q = p.q + (first_q + first_row) * p.q_row + int64_t{head} * p.q_head;
-  load_queries<T, D>(by_content, q, p.q_row, length - first_row, p.content_bias + head * D);
-  load_queries<T, D>(by_position, q, p.q_row, length - first_row, p.position_bias + head * D);
+  load_queries<T, D>(by_content, by_position, p, q, length - first_row, head);
 
   const Range seen[2] = {{p, first_row + g, keys}, {p, first_row + g + 8, keys}};
   const Range of_first(p, start, keys), of_last(p, min(start + kRows, length) - 1, keys);
@@ -71,29 +75,44 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   }
   for (int key = begin, step = 0; key < end; key += kRows, ++step) {
     wait_for_copies<0>();
+    publish();
     __syncthreads();
     // All warps have multiplied the last values.
     copy_rows<D, kThreads>(tiles + kValueTile, v, p.v_row, key, keys);
     commit_copies();
     float scores[8][4];
-    const int row = step % 2 * kRows + 48 - 16 * warp();
-    write_scores<T, D, kRows>(ring, by_position, at, 0, row, step == 0);
-    read_scores<kRows>(scores, ring);
-    multiply_rows<T, D, 4>(scores, by_content, at, kKeyTile, 0);
+    if constexpr (kHasGroups) {
+      if (step == 0) write_group_scores<T, D>(ring, by_position, tiles, -1);
+      write_group_scores<T, D>(ring, by_position, tiles + (step + 1) % 2 * kTileBytes<D>, step);
+      read_group_scores(scores, ring, step);
+      multiply_group_rows<T, D, true>(scores, by_content, tiles + kKeyTile);
+    } else {
+      const int row = step % 2 * kRows + 48 - 16 * warp();
+      write_scores<T, D, kRows>(ring, by_position, at, 0, row, step == 0);
+      read_scores<kRows>(scores, ring);
+      multiply_rows<T, D, 4>(scores, by_content, at, kKeyTile, 0);
+    }
     __syncthreads();
-    keep_scores(ring);
+    if constexpr (!kHasGroups) keep_scores(ring);
     if (key + kRows < end) {
       copy_table(step + 2);
       copy_rows<D, kThreads>(tiles + kKeyTile, k, p.k_row, key + kRows, keys);
     }
     commit_copies();
 
-    if (key < of_last.first || key + kRows > of_first.end) {
+    if (key + kRows > of_first.end) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (!seen[i / 2].holds(key + 8 * n + pair + i % 2)) scores[n][i] = -INFINITY;
+          if (8 * n + i % 2 >= seen[i / 2].end - key - pair) scores[n][i] = -INFINITY;
+    }
+    if (key < of_last.first) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (8 * n + i % 2 < seen[i / 2].first - key - pair) scores[n][i] = -INFINITY;
     }
     float pivot[2];
 #pragma unroll
@@ -107,6 +126,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
       const float shrink = exp2_approximately(largest[half] * scale_log2 - pivot[half]);
       largest[half] = larger;
       total[half] *= shrink;
+      if (step == 0) continue;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) out[n][2 * half] *= shrink, out[n][2 * half + 1] *= shrink;
     }
@@ -126,13 +146,15 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
           if (!kept.holds(i / 4, i % 4)) scores[n + i / 4][i % 4] = 0;
       }
     wait_for_copies<1>();
+    publish();
     __syncthreads();
+    uint32_t weights[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      uint32_t weights[4];
-      as_operand<T>(weights, scores[2 * n], scores[2 * n + 1]);
-      multiply_columns<T, D>(out, weights, at, kValueTile, 16 * n);
+      as_operand<T>(weights[n], scores[2 * n], scores[2 * n + 1]);
+      if constexpr (!kHasGroups) multiply_columns<T, D>(out, weights[n], at, kValueTile, 16 * n);
     }
+    if constexpr (kHasGroups) multiply_group_columns<T, D>(out, weights, tiles + kValueTile);
   }
 
   float inverse[2];

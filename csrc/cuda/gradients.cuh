@@ -71,8 +71,8 @@ __device__ void add_biases(const AttentionCall& p, uint32_t shared, const Pair& 
         (&by_content.x)[j] = T::add(pair, (&content.x)[j]), (&by_position.x)[j] = T::add(pair, (&position.x)[j]);
       }
     }
-    store_word(to + Tiles<D>::kByContent + i * D * 2, by_content);
-    store_word(to + Tiles<D>::kByPosition + i * D * 2, by_position);
+    store_word(to + Tiles<D>::kByContent + i * 128, by_content);
+    store_word(to + Tiles<D>::kByPosition + i * 128, by_position);
   }
 }
 template <int D>

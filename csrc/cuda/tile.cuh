@@ -1,7 +1,7 @@
 // Tiles of 64 rows of D 16-bit numbers in shared memory, and products with them.
 //
-// The words of 16 bytes of a row are exchanged by the row's number, so that the eight rows of a matrix that
-// ldmatrix reads lie in different banks.
+// A tile has 64 columns of all rows, then the other 64. The words of 16 bytes of a row are exchanged by the row's
+// number, so that the eight rows of a matrix that ldmatrix reads lie in different banks; wgmma has the same layout.
 #pragma once
 
 #include "warp.cuh"
@@ -15,11 +15,17 @@ __device__ inline int warp() { return threadIdx.x / 32; }
 
 template <int D>
 constexpr int kTileBytes = kRows * D * 2;
+constexpr int kPanel = kRows * 128;  // bytes of 64 columns
 
-// Bytes from the tile's beginning to a word of 16 bytes.
-template <int D>
+// Bytes from the beginning of a tile of N rows to a word of 16 bytes.
+template <int D, int N = kRows>
 __device__ int place(int row, int word) {
-  return row * (D * 2) + (word & ~7) * 16 + (((word ^ row) & 7) << 4);
+  return word / 8 * (N * 128) + row * 128 + (((word ^ row) & 7) << 4);
+}
+// Bytes to a row, of 128 in two tiles.
+template <int D>
+__device__ int row_of(int row) {
+  return row * 128 + (row & 64) * (D - 64) * 2;
 }
 
 // Begins to copy 64 rows, all threads of the block together: row i is row first + kStep i of a matrix in
@@ -29,11 +35,11 @@ __device__ void copy_rows(uint32_t tile, const uint16_t* matrix, int stride, int
   // A multiple of 8, so that a thread's words have one place in their rows.
   constexpr int kWords = D / 8, kApart = kThreads / kWords;
   const int row = threadIdx.x / kWords, word = threadIdx.x % kWords;
-  const uint16_t* from = matrix + int64_t{first + kStep * row} * stride + word * 8;
+  uint64_t from = __cvta_generic_to_global(matrix + int64_t{first + kStep * row} * stride + word * 8);
   tile += place<D>(row, word);
 #pragma unroll
-  for (int i = 0; i < kRows; i += kApart, from += kStep * kApart * stride)
-    copy_or_zero(tile + i * D * 2, from, static_cast<uint32_t>(first + kStep * (row + i)) < static_cast<uint32_t>(end));
+  for (int i = 0; i < kRows; i += kApart, from += int64_t{kStep * kApart * 2} * stride)
+    copy_or_zero(tile + i * 128, from, static_cast<uint32_t>(first + kStep * (row + i)) < static_cast<uint32_t>(end));
 }
 
 // Where in a tile a lane finds its rows of 8 x 8 matrices: of 16 rows and 16 columns, two below each other first,
@@ -64,7 +70,7 @@ template <int D>
 struct Stored {
   int tile, row;
   __device__ void fragment(uint32_t (&x)[4], const Places<D>& at, int k) const {
-    load_matrices<false>(x, at.below[k % 4] + (tile + row * (2 * D)) + k / 4 * 128);
+    load_matrices<false>(x, at.below[k % 4] + (tile + row * 128) + k / 4 * kPanel);
   }
 };
 
@@ -79,7 +85,7 @@ __device__ void multiply_rows(float (&sums)[2 * N][4], const Left& a, const Plac
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       uint32_t right[4];
-      load_matrices<false>(right, at.beside[k % 4] + (tile + ((row + 16 * n) & 127) * (2 * D)) + k / 4 * 128);
+      load_matrices<false>(right, at.beside[k % 4] + (tile + row_of<D>((row + 16 * n) & 127)) + k / 4 * kPanel);
       T::multiply(sums[2 * n], left, right[0], right[1]);
       T::multiply(sums[2 * n + 1], left, right[2], right[3]);
     }
@@ -94,9 +100,9 @@ __device__ void multiply_columns(
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     uint32_t right[4];
-    // Of 64 columns half are two places, of 128 they are 128 bytes.
-    const uint32_t place = D == 64 && N == 2 ? (half ? at.below[n + 2] : at.below[n]) : at.below[n % 4] + half * 128;
-    load_matrices<true>(right, place + (tile + row * (2 * D)) + n / 4 * 128);
+    // Of 64 columns half are two places, of 128 a panel.
+    const uint32_t place = D == 64 && N == 2 ? (half ? at.below[n + 2] : at.below[n]) : at.below[n % 4] + half * kPanel;
+    load_matrices<true>(right, place + (tile + row_of<D>(row)) + n / 4 * kPanel);
     T::multiply(sums[2 * n], a, right[0], right[1]);
     T::multiply(sums[2 * n + 1], a, right[2], right[3]);
   }
@@ -121,7 +127,7 @@ __device__ void store_rows(
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t pair = T::pack(x[n][2 * half] * factor[half], x[n][2 * half + 1] * factor[half]);
-      *reinterpret_cast<uint32_t*>(tile + place<D>(row + 8 * half, n) + lane() % 4 * 4) = pair;
+      *reinterpret_cast<uint32_t*>(tile + place<D, 16>(row + 8 * half, n) + lane() % 4 * 4) = pair;
     }
   __syncwarp();
 #pragma unroll
@@ -129,7 +135,7 @@ __device__ void store_rows(
     const int at = (i * 32 + lane()) / (D / 8), word = (i * 32 + lane()) % (D / 8);
     if (at < rows)
       *reinterpret_cast<uint4*>(to + int64_t{at} * stride + word * 8) =
-          *reinterpret_cast<const uint4*>(tile + place<D>(at, word));
+          *reinterpret_cast<const uint4*>(tile + place<D, 16>(at, word));
   }
   __syncwarp();
 }

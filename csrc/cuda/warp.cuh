@@ -9,6 +9,7 @@
 namespace effasr {
 
 struct BFloat16 {
+  static constexpr bool kIsBFloat16 = true;
   static __device__ uint32_t pack(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -34,6 +35,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
+  static constexpr bool kIsBFloat16 = false;
   static __device__ uint32_t pack(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -86,10 +88,10 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Begins to copy 16 bytes from global to shared memory, or zeros, for which nothing is read.
-__device__ inline void copy_or_zero(uint32_t to, const void* from, bool copies) {
+__device__ inline void copy_or_zero(uint32_t to, uint64_t from, bool copies) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
-               : "r"(to), "l"(__cvta_generic_to_global(from)), "r"(copies ? 16 : 0)
+               : "r"(to), "l"(from), "r"(copies ? 16 : 0)
                : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

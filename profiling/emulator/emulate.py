@@ -75,7 +75,8 @@ def compiled_by_nvcc(source: Path, architecture: int) -> str:
         digest.update(path.read_bytes())
     built = cache_folder() / f"{source.stem}_{digest.hexdigest()[:16]}.ptx"
     if not built.exists():
-        command = "nvcc", "-std=c++17", "-O3", "-lineinfo", "-ptx", f"-arch=sm_{architecture}"
+        target = {90: "90a"}.get(architecture, architecture)
+        command = "nvcc", "-std=c++17", "-O3", "-lineinfo", "-ptx", f"-arch=sm_{target}"
         ptx = subprocess.run(
             [*command, str(source), "-o", "-"], check=True, capture_output=True, text=True
         ).stdout

@@ -109,8 +109,9 @@ def _replaced(pattern: str, text: str, ptx: str) -> str:
         (r"bar\.sync \t0;", 80, "no barrier between"),
         (r"cp\.async\.wait_group\s+\w+;", 80, "a copy that was not waited for"),
         (r"wgmma\.wait_group\.sync\.aligned \d;", 90, "nobody waits for|product is"),
+        (r"wgmma\.fence\.sync\.aligned;", 90, r"without wgmma\.fence"),
     ],
-    ids=["barriers", "waits_for_copies", "waits_for_products"],
+    ids=["barriers", "waits_for_copies", "waits_for_products", "fences_of_products"],
 )
 def test_what_must_be_waited_for(instruction: str, architecture: int, problem: str) -> None:
     call, _ = _product(64, 64, torch.bfloat16)

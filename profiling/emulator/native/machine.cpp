@@ -99,6 +99,7 @@ struct Warp {
   std::deque<std::vector<Copy>> copy_groups;
   std::vector<Product> products;
   std::deque<std::vector<Product>> product_groups;
+  bool fenced = false;  // since it last waited for products, behind which it writes their registers
 };
 
 // Warps that came to a barrier, and the last phases that they have seen, theirs included.

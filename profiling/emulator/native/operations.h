@@ -47,7 +47,7 @@ void Block::collective(Warp& warp, int op, const int32_t* a, uint32_t active) {
     case kStoreMatrix: all_of(warp, active, "stmatrix"); return move_matrices(warp, a, true);
     case kProduct: all_of(warp, active, "mma"); return multiply(warp, a);
     case kAsyncProduct: all_of(warp, active, "wgmma"); return begin_product(warp, a);
-    case kFenceProducts: return all_of(warp, active, "wgmma.fence");
+    case kFenceProducts: warp.fenced = true; return all_of(warp, active, "wgmma.fence");
     case kCommitProducts:
       all_of(warp, active, "wgmma.commit_group");
       warp.product_groups.push_back(std::move(warp.products));
@@ -55,6 +55,7 @@ void Block::collective(Warp& warp, int op, const int32_t* a, uint32_t active) {
       return;
     case kWaitProducts:
       all_of(warp, active, "wgmma.wait_group");
+      warp.fenced = false;
       while (warp.product_groups.size() > static_cast<size_t>(a[0])) {
         for (const Product& x : warp.product_groups.front()) end_product(warp, x);
         warp.product_groups.pop_front();

@@ -55,6 +55,7 @@ void Block::multiply(Warp& warp, const int32_t* a) {
 void Block::begin_product(Warp& warp, const int32_t* a) {
   const uint32_t* r = warp.registers.data();
   if (launch_.counts) counts().products += 16 * 16 * a[0];
+  if (!warp.fenced) throw std::runtime_error("multiplies without wgmma.fence since the last wait");
   if (warps_.size() % 4) throw std::runtime_error("multiplies in a part of a group of four warps");
   const auto wide = [&](int32_t place) { return reinterpret_cast<const uint64_t*>(r + place)[0]; };
   Product x{a, a[2] ? 0 : wide(a[5]), wide(a[6]), r[a[7]] != 0};
