@@ -5,14 +5,19 @@ import shutil
 import subprocess
 import zipfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import effasr_kernels
-from effasr_kernels import BackendUnavailable, PackedLayout, attention, ctc_loss
+from effasr_kernels import BackendUnavailable, PackedLayout, RelativeBias, attention, ctc_loss
 from effasr_kernels.runtime import cuda, native
+from effasr_kernels.runtime.cuda import CudaLaunch
+from effasr_kernels.runtime.launch import recording
 from effasr_kernels.shared import lattice
 from effasr_kernels.shared.lattice_losses import groups
 from tests.ops.conftest import look_for_the_library_again
@@ -98,6 +103,42 @@ def test_nvcc_builds_a_library_that_is_checked(
     found = cuda.load.__wrapped__()
     assert isinstance(found, str)
     assert re.search(r"_cuda\.so has interface 77, but \d+ is needed: build it again", found)
+
+
+def test_launches_of_cuda_can_be_recorded_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go to the current stream, from memory that PyTorch allocated, and wait for nothing."""
+    q = torch.ones(9, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    position = RelativeBias(q[0], q[0], q.new_ones(9, 2, 64))
+    with recording() as launches:
+        layout = PackedLayout.from_lengths([4, 5])
+        attention(q, q, q, layout, position=position, backend="cuda").sum().backward()
+    calls: list[tuple[Any, ...]] = []
+    names = [x.kernel for x in launches if isinstance(x, CudaLaunch)]
+    take = lambda name: lambda *values: calls.append((name, *values[1:-1], values[-1].value))
+    library = SimpleNamespace(**{f"effasr_{name}": take(name) for name in names})
+    monkeypatch.setattr(cuda, "load", lambda: library)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=77))
+    for made in launches:
+        if isinstance(made, CudaLaunch):
+            cuda.launch(made)
+    parts = [("forward", 67584), ("backward_pairs", 101392), ("backward_table", 0)]
+    # Two tiles with rows, one number for each sequence and the tail; blocks of 64 distances.
+    grids = {"forward": 3, "backward_pairs": 3, "backward_table": 2}
+    assert calls == [(f"attention_{x}", 1, 64, grids[x], size, 77) for x, size in parts]
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("source", ["attention_forward.cu", "attention_backward.cu"])
+def test_launchers_of_cuda_neither_wait_nor_allocate(source: str, tmp_path: Path) -> None:
+    built = tmp_path / "launcher.o"
+    command = "nvcc", "-std=c++17", "-c", "-arch=sm_80", ROOT / "csrc" / source, "-o", built
+    subprocess.run(command, check=True)
+    shown = subprocess.run(["nm", "-u", built], check=True, capture_output=True, text=True).stdout
+    # Newer versions of nvcc launch by a function of their own.
+    used = set(re.findall(r" (cuda\w+|\w*malloc|_Znw\w+)", shown)) - {"cudaLaunchKernel"}
+    assert used == {"cudaFuncSetAttribute", "cudaGetLastError"}
 
 
 def test_without_a_compiler_the_installation_goes_on_and_says_so(sources: Path) -> None:
