@@ -78,8 +78,10 @@ def launch(
     num_warps: int = 4,  # warps per program
     num_stages: int = 2,  # stages of the software pipeline of loads
     maxnreg: int | None = None,  # maximum registers per thread; None lets the compiler choose
-    read: Sequence[Tensor] = (),  # tensors that the kernel reaches through a table of addresses
-    written: Sequence[Tensor] = (),
+    # Tensors that the kernel reaches through a table of addresses. Not declared so: to a type
+    # checker they would take the numbers of the dictionaries that callers unpack.
+    read: Any = (),
+    written: Any = (),
     **constants: Any,
 ) -> None:
     """Launch a kernel, unless its grid is empty."""
