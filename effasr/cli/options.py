@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from effasr.cli.progress import ERASE, erase_line, progress_counter, working
 from effasr.decoding.config import CORRECTOR, LONG_FORM, SEARCH, SECOND_PASS, DecodingConfig
 from effasr.untrusted.display import display_width, escape_controls, fold
+from effasr.untrusted.remote import shown
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -339,7 +340,7 @@ def decoding_config(options: argparse.Namespace) -> DecodingConfig:
 def print_line(text: str) -> None:
     if sys.stdout.isatty():
         erase_line()
-    sys.stdout.write(escape_controls(text.rstrip("\n")) + "\n")
+    sys.stdout.write(escape_controls(shown(text.rstrip("\n"))) + "\n")
 
 
 def print_next(*commands: Sequence[str]) -> None:
@@ -366,5 +367,5 @@ def log(command: str, text: str) -> None:
     """Write a line to standard error, after the name of the command."""
     # One write, so that a line of progress of another thread does not come between.
     erased = ERASE if sys.stderr.isatty() else ""
-    sys.stderr.write(f"{erased}effasr {command}: {escape_controls(text)}\n")
+    sys.stderr.write(f"{erased}effasr {command}: {escape_controls(shown(text))}\n")
     sys.stderr.flush()

@@ -118,7 +118,8 @@ def url_of(path: str | Path) -> str | None:
 
 def shown(text: str) -> str:
     """Return a text in which paths in the cache are the URLs that they stand for."""
-    return re.sub(f"{re.escape(str(cache_folder()))}/files/([a-z0-9+.-]+)/", r"\1://", text)
+    cached = f"{re.escape(str(cache_folder()))}/(?:files|runs)/([a-z0-9+.-]+)/"
+    return re.sub(cached, r"\1://", text)
 
 
 def localized(path: str | Path, *, whole: bool = False) -> Path:

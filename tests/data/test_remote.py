@@ -55,6 +55,16 @@ def test_a_remote_corpus_is_the_local_one_sample_by_sample(source, store, tokeni
     assert not [path for method, path in requests if method == "GET" and "?" not in path]
 
 
+def test_lines_have_urls_in_place_of_the_cache(nemo, store, effasr, tmp_path):
+    manifest = make_source("files", nemo(7), tmp_path / "local")
+    url = f"{store.upload(tmp_path / 'local', 'set')}/{manifest.name}"
+    made = effasr("tokenizer", url, tmp_path / "tokenizer", "--vocab-size", 30)
+    assert made.code == 0, made.err
+    assert f"next: effasr init {url} --tokenizer" in made.out
+    run = remote.local_path(f"{store.url}/runs/mine", "runs")
+    assert remote.shown(f"done: {run}; {tmp_path}") == f"done: {store.url}/runs/mine; {tmp_path}"
+
+
 def test_a_web_server_may_lack_ranges(nemo, tokenizer, tmp_path, monkeypatch):
     pytest.importorskip("aiohttp", reason="needs aiohttp, which s3fs brings")
     monkeypatch.setenv("EFFASR_REMOTE_CACHE", str(tmp_path / "cache"))

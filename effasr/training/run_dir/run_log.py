@@ -24,6 +24,7 @@ from effasr.training.diagnostics import examples
 from effasr.training.diagnostics.monitor import Change
 from effasr.training.run_dir.run_directory import DROPPED, RunDirectory
 from effasr.untrusted.display import escape_controls
+from effasr.untrusted.remote import shown
 
 if TYPE_CHECKING:
     from effasr.evaluation.result import ScoredUtterance
@@ -125,7 +126,8 @@ class ProgressDisplay:
     def show(self, text: str) -> None:
         """Show one line above the bar, on a terminal folded between words."""
         whole = not self._console.is_terminal
-        self._console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=whole)
+        text = escape_controls(shown(text))
+        self._console.print(text, markup=False, highlight=False, soft_wrap=whole)
 
 
 class SilentDisplay(ProgressDisplay):
