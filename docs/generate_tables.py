@@ -26,7 +26,7 @@ from effasr.planning.report import percent as whole_percent  # noqa: E402
 
 PAGES = (
     *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/kernels.md"),
-    *("docs/architecture.md", "docs/batching.md", "docs/finetuning.md"),
+    *("docs/architecture.md", "docs/batching.md", "docs/distributed.md", "docs/finetuning.md"),
     *("docs/speech-language-models.md", "docs/transcription.md"),
 )
 Row = dict[str, str]
@@ -498,6 +498,16 @@ def large_batches() -> str:
     )
 
 
+def hosts() -> str:
+    """Speed and loss of eight hosts by network and strategy."""
+    titles = ["network", "strategy", "steps", "steps a minute", "loss at the end", "seeds"]
+    lines = []
+    for key, rows in grouped(read("hosts"), "network", "strategy", "steps").items():
+        figures = f"{60 * (mean(rows, 'steps_per_s') or 0):.1f}", f"{mean(rows, 'loss'):.2f}"
+        lines.append([*key, *figures, str(len(rows))])
+    return markdown(titles, lines)
+
+
 def _wer(rows: Iterable[Row]) -> str:
     return _of_seeds([float(row["wer"]) for row in rows])
 
@@ -630,7 +640,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (
         *(training, padding, what_if, loading, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
-        *(compiled_counts, small_data, optimizers, large_batches, subsampling),
+        *(compiled_counts, small_data, optimizers, large_batches, hosts, subsampling),
         *(other_language, whisper_finetuning),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),
     )

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from effasr.checks import check
 from effasr.distributed.process_group import DistributedContext
 
+_MOST_ELEMENTS = 2**22
+"""Of tensors that are averaged together, for which there is memory twice."""
+
 
 class Averager:
     """Averages the weights of ranks that make updates of their own.
@@ -56,7 +59,7 @@ class LocalUpdates(Averager):
 
 @torch.no_grad()
 def average_flat(tensors: Sequence[Tensor], context: DistributedContext) -> None:
-    """Replace float32 tensors by their mean over the ranks in one all-reduce, in place."""
+    """Replace tensors of one dtype by their mean over the ranks in one all-reduce, in place."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     mean = context.all_reduce(flat).div_(context.size)
     pieces = mean.split([tensor.numel() for tensor in tensors])
@@ -66,9 +69,19 @@ def average_flat(tensors: Sequence[Tensor], context: DistributedContext) -> None
 
 @torch.no_grad()
 def average_each(tensors: Iterable[Tensor], context: DistributedContext) -> None:
-    """Replace each tensor by its mean over the ranks, in place, one tensor at a time."""
+    """Replace each tensor by its mean over the ranks, in place.
+
+    Small ones share an all-reduce: with 20 ms between eight hosts one for each takes minutes.
+    """
+    together: list[Tensor] = []
     for tensor in tensors:
-        context.all_reduce(tensor.detach()).div_(context.size)
+        count = sum(x.numel() for x in (*together, tensor))
+        if together and (count > _MOST_ELEMENTS or tensor.dtype != together[0].dtype):
+            average_flat(together, context)
+            together = []
+        together.append(tensor.detach())
+    if together:
+        average_flat(together, context)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from effasr.distributed import averager
 from effasr.distributed.averager import (
     DelayedAveraging,
     DelayedConfig,
@@ -129,3 +130,20 @@ def test_ranks_average_when_and_with_whom_they_should():
 def test_error_messages(config, options, message):
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+def test_small_tensors_are_averaged_together(monkeypatch):
+    """Large ones and those of another dtype by themselves: each call waits for the network."""
+    sizes: list[int] = []
+
+    class Two(DistributedContext):
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor.mul_(2)
+
+    monkeypatch.setattr(averager, "_MOST_ELEMENTS", 10)
+    tensors = [torch.randn(n) for n in (2, 3, 40, 4, 5)] + [torch.randn(3).double()]
+    expected = [x.clone() for x in tensors]
+    averager.average_each(tensors, Two(0, 2, torch.device("cpu")))
+    assert sizes == [5, 40, 9, 3]
+    torch.testing.assert_close(tensors, expected)
