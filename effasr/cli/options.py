@@ -256,11 +256,14 @@ def assumes_language(options: argparse.Namespace, loaded: LoadedModel) -> bool:
 def read_cuts(options: argparse.Namespace, loaded: LoadedModel) -> tuple[list[Cut], list[Failure]]:
     """Read ``--manifest`` with `add_prompt`'s options."""
     from effasr.data.manifest.cuts import prompt_of, with_prompt
+    from effasr.data.prompt import warn_assumed
     from effasr.evaluation.evaluate import openable_cuts
 
-    prompt, warn = loaded.prompt.stating(options.language), assumes_language(options, loaded)
+    prompt = loaded.prompt.stating(options.language)
     with progress_counter("utterances read") as show:
-        cuts, failures = openable_cuts(options.manifest, prompt=prompt, progress=show, warn=warn)
+        cuts, failures, assumed = openable_cuts(options.manifest, prompt=prompt, progress=show)
+    if assumes_language(options, loaded):
+        warn_assumed(assumed, len(cuts), prompt.source, "give `--language`")
     changed = [with_prompt(cut, with_prompt_options(prompt_of(cut), options)) for cut in cuts]
     return changed, failures
 

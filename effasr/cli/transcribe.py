@@ -274,6 +274,7 @@ def _stream(
             decoding,
             latency_seconds=options.latency,
             spaces=prompt.target not in WITHOUT_SPACES,
+            prompt=prompt,
         )
         segments = transcribe_online(online, blocks, interruption)
     else:

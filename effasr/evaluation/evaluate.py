@@ -15,7 +15,7 @@ from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.pairs import SOURCE_NAME, SOURCE_TEXT, TextPair
 from effasr.data.manifest.reader import named
-from effasr.data.prompt import WITHOUT_SPACES, Prompt, warn_assumed
+from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.evaluation.normalizer import get_normalizer
@@ -31,15 +31,11 @@ from effasr.transcription.second_pass.text_to_text import TextToText
 
 
 def openable_cuts(
-    path: str | Path,
-    *,
-    prompt: Prompt,
-    progress: Callable[[int], None] = lambda count: None,
-    warn: bool = False,
-) -> tuple[list[Cut], list[Failure]]:
+    path: str | Path, *, prompt: Prompt, progress: Callable[[int], None] = lambda count: None
+) -> tuple[list[Cut], list[Failure], int]:
     """Return the cuts of a manifest, and a failure for each line whose audio cannot be opened.
 
-    What a line does not say is as in ``prompt``; ``warn`` of lines that name no language.
+    What a line does not say is as in ``prompt``. Also returns how many cuts name no language.
     """
     cuts, failures, assumed = [], [], 0
     for count, (name, utterance) in enumerate(named(path, prompt=prompt), 1):
@@ -51,9 +47,7 @@ def openable_cuts(
         progress(count)
     if not cuts and not failures:
         raise ValueError(f"{path}: holds no utterances.")
-    if warn:
-        warn_assumed(assumed, len(cuts), prompt.source, "give `--language`")
-    return cuts, failures
+    return cuts, failures, assumed
 
 
 def transcribe_cuts(

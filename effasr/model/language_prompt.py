@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from effasr.checks import check, check_positive
 from effasr.data.languages import language_among
@@ -57,6 +57,9 @@ class LanguagePrompt(nn.Module):
                 "`language_prompt`, but is None: see `LanguagePromptConfig.number_of`."
             )
         number = F.pad(encoded.expert, (0, 1))[encoded.layout.sequence_ids()]
-        unary = F.one_hot(number, self.count).to(encoded.values.dtype)
-        x = self.linear1(torch.cat([encoded.values, unary], 1)).relu()
-        return encoded.with_values(self.linear2(x))
+        return encoded.with_values(self.tell(encoded.values, number))
+
+    def tell(self, values: Tensor, number: Tensor) -> Tensor:
+        """Tell frames, (..., width), the numbers of their languages, int64 (...)."""
+        unary = F.one_hot(number, self.count).to(values.dtype)
+        return self.linear2(self.linear1(torch.cat([values, unary], -1)).relu())

@@ -62,8 +62,8 @@ def pieces(audio: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 @torch.no_grad()
-def encoded_by(model, audio, context=CONTEXTS[0]):
-    example = Example(id="one", audio=audio, prompt=[1], text=[], monotonic=True)
+def encoded_by(model, audio, context=CONTEXTS[0], expert=None):
+    example = Example(id="one", audio=audio, prompt=[1], text=[], expert=expert)
     batch = collate([example], eos_id=3, pad_id=2, framing=model.config.features.framing)
     model.encoder.evaluate_with(context)
     return model.encode(batch)

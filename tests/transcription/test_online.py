@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.audio.loudness import is_speech, loudness
+from effasr.data.prompt import Prompt
 from effasr.decoding.confidence.tokens import StreamConfidences, token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_beam import CTCBeamStreams, ctc_beam
@@ -26,6 +27,7 @@ from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
+from effasr.model.language_prompt import LanguagePromptConfig
 from effasr.transcription.inputs import arrival
 from effasr.transcription.online import (
     OnlineRecognizer,
@@ -100,6 +102,26 @@ def test_a_stream_is_the_whole_recording(
         assert text == tokenizer.decode(tokens).strip()
         if seconds > 1:
             assert len(tokens) > 5
+
+
+def test_a_stream_is_told_its_language(streaming_model, tokenizer, noise) -> None:
+    """As a Nemotron 3.5 is; other languages make other texts."""
+    plain, prompts, texts = streaming_model("rnnt", causal=True), {"en": 0, "de": 1}, []
+    told = LanguagePromptConfig(languages=prompts, count=2, width=32)
+    model = ASRModel(dataclasses.replace(plain.config, language_prompt=told), plain.vocab_size)
+    model.eval().load_state_dict(plain.state_dict(), strict=False)
+    assert is_streamable(model)
+    for language, number in prompts.items():
+        audio, options = noise(3.7, seed=3), {"prompt": Prompt(language, language)}
+        encoded = encoded_by(model, audio, CONTEXTS[0], number)
+        recognizer = OnlineRecognizer(model, tokenizer, endpoint_seconds=None, **options)
+        received = _recorded(recognizer)
+        texts.append([x.text for x in recognized(recognizer, pieces(audio, 4000))[1]])
+        torch.testing.assert_close(torch.cat(received[0]), encoded.values, rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            (tokens,) = transducer_greedy(model.transducer, encoded, 10)
+        assert " ".join(texts[-1]) == tokenizer.decode(tokens).strip()
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("causal", [False, True])

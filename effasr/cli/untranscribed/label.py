@@ -13,7 +13,6 @@ from effasr.cli.options import (
     AddCommand,
     add_decoding,
     add_language,
-    assumes_language,
     decoding_config,
     folder,
     log,
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     config = replace(config, confidence=True)
     loaded, (directory,) = load_run(options.run, None, choose_device(options.device))
     default = loaded.prompt.stating(options.language)
-    sources = _sources(options.audio, default, warn=assumes_language(options, loaded))
+    sources = _sources(options.audio, default)
     names = ("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight")
     names += ("no_repeat_ngram", "lm_weight", "gap_seconds", "chunk_seconds", "no_speech")
     names += ("fallback", "fallback_confidence")
@@ -128,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if FAILED in report.by_reason else 0
 
 
-def _sources(audio: str, prompt: Prompt, *, warn: bool) -> list[Source]:
+def _sources(audio: str, prompt: Prompt) -> list[Source]:
     """Return the recordings of an argument."""
     from effasr.data.manifest.lines import ARCHIVES, has_suffix
     from effasr.data.manifest.reader import deciding_files
@@ -137,5 +136,5 @@ def _sources(audio: str, prompt: Prompt, *, warn: bool) -> list[Source]:
     path = Path(audio)
     is_file = path.suffix in {".jsonl", ".gz"} or has_suffix(path, ARCHIVES)
     if is_file or (path.is_dir() and deciding_files(path) is not None):
-        return of_manifest(path, prompt=prompt, warn=warn)
+        return of_manifest(path, prompt=prompt)
     return find([audio])

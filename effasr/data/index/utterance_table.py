@@ -81,8 +81,7 @@ def number_languages(prompts: Iterable[Prompt]) -> np.ndarray:
 _TYPECODES = {
     **dict.fromkeys(("speakers", "rows", "token_lengths", "prompt_lengths", "prompt_ids"), "i"),
     **{"frames": "i", "durations": "d", "sources": "H", "speeds": "B"},
-    **{"opened": "b", "assumed": "b"},
-    "dropped_before": "i",
+    **{"dropped_before": "i", "opened": "b", "assumed": "b"},
 }
 
 

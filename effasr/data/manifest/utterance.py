@@ -43,8 +43,7 @@ class FileUtterance:
     channel: int | None = None  # from 0; None for the mean of all
     speaker: str | None = None
     is_lossy: bool = False  # whether the file is a copy of one in a lossy format
-    # names of `custom_fields`, and ``lang``, that the source says
-    stated: frozenset[str] = frozenset()
+    stated: frozenset[str] = frozenset()  # `custom_fields`, and ``lang``, that the source says
     embedded: Embedded | None = None  # where in the file ``audio`` the recording is
     alignment: Alignment | None = None  # from ``offset`` on
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from effasr.checks import check
 from effasr.data.audio.waveform import is_plausible
+from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.checks import check_config
 from effasr.decoding.confidence.calibration import load_calibration
@@ -63,6 +65,7 @@ class OnlineRecognizer:
         endpoint_seconds: float | None = 1.2,
         longest_seconds: float | None = 30.0,
         spaces: bool = True,
+        prompt: Prompt | None = None,
     ):
         """Prepare the states of a number of streams.
 
@@ -79,6 +82,7 @@ class OnlineRecognizer:
             longest_seconds: A segment ends before the first word that begins so long after its
                 first token, and wherever it is twice as long; None for segments of any length.
             spaces: Whether spaces separate words; else each character is one.
+            prompt: Names the language to a model that is told it; English by default.
 
         Raises:
             ValueError: The model looks ahead or has neither output, or an option is out of range
@@ -125,6 +129,8 @@ class OnlineRecognizer:
                 self.context,
             )
             self._search = _stream_search(model, self.method, streams, config, fusion, boost)
+        prompts = model.config.language_prompt
+        self._language = None if prompts is None else prompts.number_of(prompt or Prompt())
         self._open: list[OnlineStream | None] = [None] * streams
 
     @property
@@ -182,6 +188,10 @@ class OnlineRecognizer:
             assert stream is not None
             frames[slot] = min(self.context.chunk, stream._left())
         encoded = self._encoder.step(mel, rows, frames)
+        if self.model.language_prompt is not None and self._language is not None:
+            with torch.inference_mode():
+                number = torch.full(encoded.shape[:2], self._language, device=encoded.device)
+                encoded = self.model.language_prompt.tell(encoded, number)
         for slot, emitted in enumerate(self._search.step(encoded, frames)):
             stream = self._open[slot]
             if stream is not None and frames[slot]:
@@ -366,10 +376,10 @@ def online_recognizer(
     config: DecodingConfig,
     *,
     latency_seconds: float | None = None,
-    spaces: bool = True,
+    **options: Any,
 ) -> OnlineRecognizer:
     """Return a recognizer of one stream, with the longest chunk that a latency allows."""
     rule, remedy = "be auto to decode frame by frame", "frames attend to a cache, by one way alone"
     check(config.attention == "auto", "attention", rule, config.attention, remedy)
     context = context_for(model, latency_seconds)
-    return OnlineRecognizer(model, tokenizer, config, context=context, spaces=spaces)
+    return OnlineRecognizer(model, tokenizer, config, context=context, **options)

@@ -56,8 +56,6 @@ def check_model(
     """Return the search, after checks that no part of the model waits for later audio."""
     check_streamable(model.config.encoder, contexts[0] if contexts else None)
     check_features(model.config.features)
-    has_prompt, remedy = model.language_prompt is not None, "a stream does not name its language"
-    check(not has_prompt, "language_prompt", "be null to decode a stream", "given", remedy)
     outputs = {"transducer": model.transducer is not None, "ctc": model.ctc_head is not None}
     if method == "auto":
         for name, has in outputs.items():
