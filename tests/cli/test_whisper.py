@@ -63,6 +63,26 @@ def test_the_timing_of_transcribers(settings, corpus, tmp_path, joined, count):
     assert 0 < content["wer"] < 40
 
 
+def test_the_trainer_of_transformers_is_run_for_seconds(
+    effasr, checkpoint, corpus, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("accelerate", reason="Seq2SeqTrainer needs it")
+    source, end = shutil.copytree(checkpoint, tmp_path / "source"), "<|endoftext|>"
+    tokens = {f"{name}_token": end for name in ("pad", "bos", "eos", "unk")}
+    settings = json.dumps({"tokenizer_class": "WhisperTokenizer", **tokens})
+    (source / "tokenizer_config.json").write_text(settings)
+    scripts = Path(__file__).parents[2] / "profiling"
+    monkeypatch.syspath_prepend(scripts)
+    line = [source, corpus / "manifest.jsonl", tmp_path / "out", "--language=de", "--cpu-s=0.1"]
+    monkeypatch.setattr("sys.argv", ["seq2seq_trainer", *map(str, line), "--lr=1e-3"])
+    runpy.run_path(str(scripts / "seq2seq_trainer.py"))["main"]()
+    assert re.search(r"\d+ steps of 8 utterances: \d+ s of a core", capsys.readouterr().out)
+    assert effasr("import", tmp_path / "out", tmp_path / "tuned").code == 0
+    weights = [load_model(tmp_path / "tuned").model.state_dict()["decoder.embed_tokens.weight"]]
+    weights.append(make_whisper(source).model.decoder.embed_tokens.weight)
+    assert not torch.equal(*weights)
+
+
 def test_from_hugging_face_and_back(
     effasr, checkpoint, corpus, settings, tmp_path, caplog, monkeypatch
 ):
