@@ -451,6 +451,15 @@ def _has_subsampling(section: Any) -> bool:
 
 def resolve_losses(loss: LossConfig, model: ModelConfig) -> LossConfig:
     """Resolve the weights of the losses, and check that the model has every loss."""
+    # Here, because stored runs of earlier revisions have nats.
+    for name, share in (
+        ("model.spec_augment.after_ctc", model.spec_augment.after_ctc),
+        ("loss.guided_after_ctc", loss.guided_after_ctc),
+        ("loss.consistency_after_ctc", loss.consistency_after_ctc),
+    ):
+        rule = "be null or in (0, 1], a share of the CTC loss without listening"
+        remedy = "0.7 is usual for masks, 0.35 for guided attention"
+        check(share is None or 0 < share <= 1, name, rule, share, remedy)
     after = loss.guided_after_ctc or loss.consistency_after_ctc
     if not model.ctc and (loss.ctc_weight or loss.ctc_weight_before or after):
         raise ValueError(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from effasr.checks import check
-from effasr.data.features.spec_augment import check_after_ctc
 from effasr.model.losses import Losses
 
 LOSSES = ("loss", "cross_entropy", "ctc", "transducer", "guided", "consistency")
@@ -70,7 +69,6 @@ class LossConfig:
                 "`ctc_weight_before` needs `guided_after_ctc`, the CTC loss that ends it."
             )
         for name in ("guided_after_ctc", "consistency_after_ctc"):
-            check_after_ctc(name, getattr(self, name))
             if getattr(self, name) is not None and self.ctc_weight == 0:
                 raise ValueError(f"`{name}` needs a `ctc_weight` above 0, but it is 0.")
 

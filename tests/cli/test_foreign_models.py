@@ -219,10 +219,10 @@ def test_a_pointer_in_a_model_directory_is_named(effasr, model, workplace):
 
 
 def test_another_class_is_refused_with_those_that_are_read(effasr, whisper, tmp_path):
-    update(whisper / "config.json", model_type="moonshine")
+    update(whisper / "config.json", model_type="seamless_m4t")
     failed = effasr("import", whisper, tmp_path / "out")
     assert "must be canary or cohere_asr or" in failed.error
-    assert "or whisper, but is moonshine" in failed.error
+    assert "or whisper, but is seamless_m4t" in failed.error
     # Whatever else the folder has not.
     (whisper / "tokenizer.json").unlink()
     assert effasr("import", whisper, tmp_path / "out").error == failed.error

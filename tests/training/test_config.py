@@ -7,6 +7,7 @@ from effasr import config as configuration
 from effasr.checkpoint import save_model
 from effasr.data.config import DataConfig
 from effasr.data.features.config import FeatureConfig
+from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.data.index import corpus_cache
 from effasr.data.tokenizer import NoTokenizer, load_tokenizer
 from effasr.model.asr import ASRModel
@@ -24,6 +25,7 @@ from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.strategies.parallelism import narrow_dtype
 
 BOTH = ModelConfig(ctc=True)
+MASKED = ModelConfig(ctc=True, spec_augment=SpecAugmentConfig(time_masks=2, after_ctc=3.0))
 CTC = ModelConfig(ctc=True, decoder=None)
 ATTENTION = ModelConfig(decoder=DecoderConfig(), ctc=False)
 TRANSDUCER = ModelConfig(decoder=None, transducer=TransducerConfig())
@@ -57,6 +59,8 @@ def test_the_weights_follow_the_model(model, weight, share):
         ({"consistency_weight": 1.0}, BOTH, "must be 0 for a model without a text encoder"),
         ({"ctc_weight": 0.5}, ATTENTION, "must not use CTC for a model without CTC head"),
         ({"guided_after_ctc": 1.0}, ATTENTION, "must not use CTC"),
+        ({"guided_after_ctc": 1.5}, BOTH, r"after_ctc` must be null or in \(0, 1\], a share of"),
+        ({}, MASKED, r"`model\.spec_augment\.after_ctc` must be null or in \(0, 1\], a share"),
         ({"ctc_weight": 0.5}, CTC, "must be CTC alone for a model without decoder"),
         ({"guided_weight": 1.0}, CTC, "must be CTC alone"),
         ({"ctc_weight": 0.5}, TRANSDUCER, "must not use CTC for a model without CTC head"),

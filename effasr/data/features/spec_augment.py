@@ -40,13 +40,6 @@ class SpecAugmentConfig:
                 raise ValueError(f"`{name}` must be at least 0, but is {getattr(self, name)}.")
         rule = "be in [0, 1], a share of the utterance"
         check(0 <= self.time_width <= 1, "time_width", rule, self.time_width, "for 5 % write 0.05")
-        check_after_ctc("after_ctc", self.after_ctc)
-
-
-def check_after_ctc(name: str, share: float | None) -> None:
-    rule = "be null or in (0, 1], a share of the CTC loss without listening"
-    remedy = "0.7 is usual for masks, 0.35 for guided attention"
-    check(share is None or 0 < share <= 1, name, rule, share, remedy)
 
 
 def spec_augment(mel: MelFrames, config: SpecAugmentConfig, on: Tensor | None = None) -> Tensor:
