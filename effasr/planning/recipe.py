@@ -164,8 +164,11 @@ class RecipeRequest:
         longest = self.framing.frames(math.ceil(seconds * SAMPLE_RATE))
         # A multiple of what an extended utterance has: nothing else would fit in the rest.
         unit = max(10, self.framing.minimum)
-        budget = unit * math.ceil(max(min(most, frames), longest) / unit)
-        return budget, max(1, round(frames / budget))
+        rounded = lambda frames: unit * math.ceil(max(frames, longest) / unit)
+        most = frames / rounded(min(most, frames))
+        counts = (max(1, math.floor(most)), math.ceil(most))
+        choices = ((rounded(frames / count), count) for count in counts)
+        return min(choices, key=lambda choice: abs(math.prod(choice) - frames))
 
     @property
     def steps(self) -> int:
