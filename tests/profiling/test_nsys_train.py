@@ -79,7 +79,7 @@ sys.exit(main(["train", f"{folder}/first.yaml"]))
 def test_ranges_of_a_training_arrive_in_nsys(tmp_path: Path) -> None:
     """Recorded by the real program, of which --trace=nvtx needs no GPU, and read by report.py."""
     if shutil.which("nsys") is None:
-        pytest.skip("nsys is not installed: Debian's package is nsight-systems")
+        pytest.skip("nsys is not installed: see docs/profiling.md")
     try:
         ranges.enable("nvtx", tool_version=_version_of_nsys())
     except (ImportError, RuntimeError) as error:
