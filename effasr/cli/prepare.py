@@ -198,6 +198,8 @@ def run(options: argparse.Namespace) -> int:
     print_line(f"kept {report.kept.utterances} utterances, {report.kept.hours:.2f} h")
     for language, share in sorted(report.by_language.items()):
         print_line(f"  {language:28} {share.utterances:8} {share.hours:10.2f} h")
+    if count := report.assumed_language:
+        print_line(f"{count} utterances name no language: --language {options.language} is taken")
     listed = options.out / "dropped.jsonl"
     print_line(f"dropped {report.dropped.utterances} utterances, each listed in {listed}")
     for reason, share in sorted(report.by_reason.items()):

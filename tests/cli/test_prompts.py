@@ -62,11 +62,16 @@ def test_a_missing_field_is_as_trained(effasr, model, unsaid, asked, tmp_path, n
         assert asked == {Prompt(punctuation=punctuation)}
 
 
-@pytest.mark.parametrize("name", ["train", "transcribe", "evaluate", "make-correction-data"])
+@pytest.mark.parametrize(
+    "name", ["prepare", "train", "transcribe", "evaluate", "make-correction-data"]
+)
 def test_lines_that_name_no_language_are_counted(
     effasr, train, model, manifest, monkeypatch, caplog, tmp_path, name
 ):
     path = manifest({"id": "a", "lang": None}, {"id": "b"}, {"id": "c", "lang": ""})
+    if name == "prepare":
+        assert "2 utterances name no language" in effasr("prepare", path, tmp_path / "out").out
+        return
     places = {"run": model, "manifest": path, "out": tmp_path / "out"}
     line = [part.format(**places) for part in COMMANDS.get(name, ())]
     data = f"data.train={path}", "data.validation=[]", "training.max_steps=1"

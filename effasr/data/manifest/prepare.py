@@ -111,6 +111,7 @@ class PrepareReport:
     unread_fields: dict[str, int] = field(default_factory=dict)  # lines by field, the commonest
     examples: dict[str, str] = field(default_factory=dict)  # details of the first, by reason
     mapped_languages: dict[str, int] = field(default_factory=dict)  # lines by language of source
+    assumed_language: int = 0  # utterances whose lines name no language
 
 
 def prepare(
@@ -189,6 +190,7 @@ def prepare(
             else:
                 selected.add(position, outcome)
                 mapped.update(outcome.mapped)
+                report.assumed_language += outcome.assumed
                 text = hash(text_of(outcome.cut))
                 report.conflicting_texts += texts.setdefault(outcome.span, text) != text
                 if fidelity is not None:
@@ -248,6 +250,7 @@ class _Usable:
     unknown: int
     span: int  # number of the part of the recording
     mapped: tuple[str, ...]  # languages in whose place others are named
+    assumed: bool  # whether its line names no language
 
 
 def _check(
@@ -298,6 +301,7 @@ def _check(
         0 if tokens is None else tokens.unknown,
         _span(cut, part),
         mapped,
+        "lang" not in utterance.stated,
     )
 
 
