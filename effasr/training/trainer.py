@@ -278,6 +278,7 @@ class Trainer:
         else:
             reason = f"{self._patience_line}; " if self._has_no_progress else ""
             path = self.log.directory.path
+            self._warn_if_worse(progress)
             self.log.show(f"{reason}done: {path}{skipped}")
             if self.config.model.best_rq is None:
                 self.log.show(f"next: effasr evaluate {path} DEV")
@@ -438,12 +439,25 @@ class Trainer:
             metric = self._record_losses(cast("Mapping[str, LossResult]", results))
         else:
             metric = self._record_transcripts(cast("Mapping[str, SetResult]", results))
-        if window is None:
+        if window is not None:
+            self.progress.before = metric
+        else:
             self.progress.validation = self.validate.fingerprint
             value = metric if are_finite else math.nan
             self.progress.record_metric(value, self.validate.metric)
         self._clock.reset("validate_every")
         return True
+
+    def _warn_if_worse(self, progress: RunProgress) -> None:
+        before, metric = progress.before, self.validate and self.validate.metric
+        if before is None or metric is None or metric.is_better(progress.best, before):
+            return
+        log.warning(
+            "no validation reached the %s of %.4g that the model had before, with its silence: "
+            "train longer (training.max_steps), or begin anew with that silence "
+            "(model.features.minimum_s=30 name=%s2).",
+            *(metric.name, before, self.config.name),
+        )
 
     def _window_of_source(self) -> float | None:
         """Return the silence that an imported Whisper is used to, where training has another.

@@ -116,6 +116,8 @@ def test_from_hugging_face_and_back(
     assert [row["step"] for row in rows] == [0, 3]
     assert rows[0]["cer"] == json.loads((tmp_path / "of/wer.json").read_text())["cer"]
     assert follow(run / "checkpoints/best") == run / "checkpoints/step_00000003"
+    is_worse = rows[1]["wer"] >= rows[0]["wer"]
+    assert ("no validation reached the wer of" in caplog.text) == is_worse
     (dropped,) = read_lines(run / "dropped.jsonl")
     # 2.3 s are more than this model can read.
     assert (Path(dropped["audio"]).name, dropped["reason"]) == ("5.wav", "over_model_length")

@@ -99,7 +99,7 @@ def test_the_training_state_has_the_layout_of_earlier_checkpoints(make_config, t
     assert state.keys() == {
         "step", "best", "is_best", "must_validate", "config", "corpus", "epoch", "position",
         "ranks", "plan", "optimizer", "objective", "meter", "blend", "adascale", "diagnostics",
-        "files", "finite_step", "division", "validation", "validations_since_best",
+        "files", "finite_step", "division", "validation", "validations_since_best", "before",
     }  # fmt: skip
     assert (state["step"], state["epoch"], state["position"]) == (1, 0, [0, 1])
     assert (state["best"], state["is_best"], state["must_validate"]) == (math.inf, False, False)

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from effasr.data.filters.config import FilterConfig
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import train_tokenizer
 from effasr.evaluation.evaluate import evaluate
+from effasr.evaluation.metric import Metric
 from effasr.evaluation.result import Evaluation
 from effasr.optim.schedules import ScheduleConfig
 from effasr.training import resolve as resolving
 from effasr.training import trainer, validation
+from effasr.training.checkpointing.state import RunProgress
 from effasr.training.config import EvaluationConfig
 from effasr.training.diagnostics.probe import ProbeSums
 from effasr.training.run_dir.run_directory import read_lines
@@ -303,3 +306,12 @@ def test_memory_does_not_grow_over_the_steps_of_a_run(make_config, tones, monkey
     assert run(make_config(data=data, training=loop)) == 0
     settled, last = resident
     assert last - settled < 12 << 20
+
+
+@pytest.mark.parametrize(("best", "is_worse"), [(0.3, False), (0.5, True)])
+def test_a_whisper_that_became_worse_is_named(best, is_worse, caplog):
+    judge = SimpleNamespace(metric=Metric("wer", "WER"))
+    judged = SimpleNamespace(validate=judge, config=SimpleNamespace(name="mine"))
+    trainer.Trainer._warn_if_worse(judged, RunProgress(before=0.4, best=best))
+    assert ("no validation reached the wer of 0.4 " in caplog.text) == is_worse
+    assert ("minimum_s=30 name=mine2" in caplog.text) == is_worse

@@ -35,6 +35,7 @@ class RunProgress:
     is_best: bool = False  # Whether the last validation reached it and no step was made since
     must_validate: bool = False  # Whether a validation is due
     validation: str = ""  # Fingerprint of the validation sets that `best` belongs to
+    before: float | None = None  # The metric of a Whisper with its silence, before the first step
     finite_step: int = 0  # Last step after which the weights were found to be finite
 
     def record_metric(self, value: float, metric: Metric) -> None:
