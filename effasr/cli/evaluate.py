@@ -155,8 +155,8 @@ def _config_of_texts(options: argparse.Namespace) -> DecodingConfig:
     for item in fields(config):
         value = getattr(config, item.name)
         remedy = "texts have no audio and one result"
-        unused = item.name in _OF_TEXTS or value == item.default
-        check(unused, item.name, "be left out for text pairs", value, remedy)
+        is_obeyed = item.name in _OF_TEXTS or value == item.default
+        check(is_obeyed, item.name, "be left out for text pairs", value, remedy)
     return config
 
 
