@@ -455,7 +455,8 @@ class Trainer:
         log.warning(
             "no validation reached the %s of %.4g that the model had before, with its silence: "
             "search with --beam 4, which repeats less; train longer (training.max_steps); or "
-            "begin anew with that silence (model.features.minimum_s=30 name=%s2).",
+            "begin anew with that silence "
+            "(model.features.minimum_s=30 data.frame_budget=1500 name=%s2).",
             *(metric.name, before, self.config.name),
         )
 
