@@ -456,7 +456,7 @@ class Trainer:
             "no validation reached the %s of %.4g that the model had before, with its silence: "
             "search with --beam 4, which repeats less; train longer (training.max_steps); or "
             "begin anew with that silence "
-            "(model.features.minimum_s=30 data.frame_budget=1500 name=%s2).",
+            "(model.features.minimum_s=30 data.frame_budget=3000 data.micro_batches=4 name=%s2).",
             *(metric.name, before, self.config.name),
         )
 

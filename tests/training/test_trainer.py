@@ -314,4 +314,4 @@ def test_a_whisper_that_became_worse_is_named(best, is_worse, caplog):
     judged = SimpleNamespace(validate=judge, config=SimpleNamespace(name="mine"))
     trainer.Trainer._warn_if_worse(judged, RunProgress(before=0.4, best=best))
     assert ("no validation reached the wer of 0.4 " in caplog.text) == is_worse
-    assert ("minimum_s=30 data.frame_budget=1500 name=mine2" in caplog.text) == is_worse
+    assert ("data.micro_batches=4 name=mine2" in caplog.text) == is_worse
