@@ -1,5 +1,7 @@
 """What each operation says about wrong arguments: argument, rule and value."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,7 +50,7 @@ VALID: dict[str, dict[str, Any]] = {
         **{"layout_speech": _layout(1, 3), "layout_text": _layout(1, 1)},
     },
     "ctc_loss": {
-        **{"hidden": zeros(4, 3), "weight": zeros(6, 3), "blank_id": 0},
+        **{"hidden": zeros(4, 3), "weight": zeros(6, 3), "bias": zeros(6), "blank_id": 0},
         "targets": ones(2).long(),
         **{"layout_frames": _layout(1, 3), "layout_targets": _layout(1, 1)},
     },
@@ -58,20 +60,26 @@ VALID: dict[str, dict[str, Any]] = {
         "page_table": zeros(2, 3, dtype=torch.int32),
         "lengths": tensor([1, 2], dtype=torch.int32),
     },
-    "depthwise_conv": {**{"x": zeros(4, 3), "weight": zeros(3, 3), "layout": _layout(1, 3)}},
+    "depthwise_conv": {
+        **{"x": zeros(4, 3), "weight": zeros(3, 3), "bias": zeros(3)},
+        "layout": _layout(1, 3),
+    },
     "dropout_add_layer_norm": {
-        **{name: zeros(2, 4) for name in ("x", "residual")},
-        **{name: zeros(4) for name in ("weight", "bias")},
+        **{name: zeros(2, 4) for name in ("residual", "x")},
+        **{name: zeros(4) for name in ("weight", "bias", "x_bias")},
         "layout": _layout(2),
     },
     "gated_activation": {**{"gate": zeros(2, 4), "up": zeros(2, 4), "activation": "silu"}},
-    "grouped_linear": {**{"x": zeros(3, 2), "weight": zeros(2, 5, 2), "layout": _layout(1, 2)}},
+    "grouped_linear": {
+        **{"x": zeros(3, 2), "weight": zeros(2, 5, 2), "bias": zeros(2, 5)},
+        "layout": _layout(1, 2),
+    },
     "guided_attention": {
         **{name: zeros(4, 2, 3) for name in "qkv"},
         **{"layout_q": _layout(1, 3), "layout_k": _layout(1, 3), "sigma": 0.3},
     },
     "linear_cross_entropy": {
-        **{"hidden": zeros(3, 4), "weight": zeros(6, 4)},
+        **{"hidden": zeros(3, 4), "weight": zeros(6, 4), "bias": zeros(6)},
         "targets": zeros(3).long(),
     },
     "mask_features": {
@@ -86,7 +94,10 @@ VALID: dict[str, dict[str, Any]] = {
         "layout": _layout(2, 0, 4, 1, rows=9),
         "rows_per_slot": 4,
     },
-    "projected_top_k": {"hidden": zeros(2, 3), "weight": zeros(9, 3), "k": 1},
+    "projected_top_k": {
+        **{"hidden": zeros(2, 3), "weight": zeros(9, 3), "bias": zeros(9)},
+        "k": 1,
+    },
     "rms_norm": {"x": zeros(2, 4), "weight": zeros(4), "eps": 1e-5},
     "strided_depthwise": {
         **{"x": zeros(4, 4, 3), "weight": zeros(3, 9), "bias": zeros(3)},
@@ -113,27 +124,14 @@ VALID: dict[str, dict[str, Any]] = {
 }
 MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "append_to_pages": [
-        ({"k": zeros(2, 8)}, r"`k` must have shape \(N, H, D\)"),
-        ({"v": zeros(3, 2, 8)}, r"`v` must have shape \(N, H, D\)"),
-        ({"k_pages": zeros(4, 4, 1, 8)}, r"`k_pages` must have shape \(P, B, H, D\)"),
-        ({"k_pages": zeros(4, 4, 2, 8).half()}, r"`k_pages` must be torch\.float32"),
-        ({"page_table": zeros(3, 1).int()}, r"`page_table` must have shape \(N, M\)"),
         ({"page_table": full((2, 3), 4).int()}, r"`page_table` must name pages in \[0, 4\)"),
-        ({"positions": tensor([1, 2])}, r"`positions` must be torch\.int32"),
         ({"positions": tensor([0, 12]).int()}, r"`positions` must be less than M \* B = 12"),
     ],
     "attention": [
-        ({"q": zeros(4, 2)}, r"`q` must have shape \(T_q, H, D\) = .*but is \(4, 2\)"),
-        (
-            {"q": zeros(5, 2, 4)},
-            r"`q` must have 4 rows, as `layout_q` does, but is \(5, 2, 4\)",
-        ),
         (
             {"k": zeros(4, 3, 4)},
             r"`k` must have a number of heads that divides 2, .* but is \(4, 3, 4\)",
         ),
-        ({"v": zeros(3, 2, 4)}, r"`v` must have 4 rows, as `layout_k` does"),
-        ({"v": zeros(4, 2, 4).double()}, r"`v` must be torch.float32, as `q` is.*float64"),
         (
             {"layout_k": _layout(4)},
             "`layout_k` must have 2 sequences, as `layout_q` does, but is 1",
@@ -180,9 +178,6 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "audio_windows": [
-        ({"audio": ones(3, 6).double()}, r"`audio` must have shape \(samples,\)"),
-        ({"audio": ones(3).double()}, "`audio` must have 121 rows"),
-        ({"window": ones(12)}, "`window` must be torch.float64"),
         ({"layout_slots": _layout(1)}, "`layout_slots` must have 4 sequences"),
         ({"rows_per_slot": 3}, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
         ({"hop": 0}, "`hop` must be at least 1"),
@@ -191,13 +186,6 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"slots": (0, 99)}, "`slots` must be a range within"),
     ],
     "batch_norm": [
-        ({"x": ones(4)}, r"`x` must have shape \(T, C\)"),
-        ({"x": ones(3, 2)}, "`x` must have 4 rows, as `layout` does"),
-        ({"x": ones(4, 2, dtype=torch.int64)}, "`x` must be float16"),
-        ({"weight": ones(3)}, r"`weight` must have shape \(C,\) = \(2,\), but is \(3,\)"),
-        ({"bias": ones(2).double()}, "`bias` must be torch.float32, as `weight` is"),
-        ({"mean": ones(1)}, r"`mean` must have shape \(C,\)"),
-        ({"variance": ones(2).half()}, "`variance` must be torch.float32, as `mean` is"),
         ({"mean": ones(2, requires_grad=True)}, "`mean` must not require a gradient"),
         (
             {"weight": ones(2, device="meta"), "bias": ones(2, device="meta")},
@@ -206,27 +194,14 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"eps": 0.0}, "`eps` must be positive, but is 0.0"),
     ],
     "bias_activation_dropout": [
-        ({"x": zeros(2)}, r"`x` must have shape \(T, C\)"),
-        ({"x": zeros(3, 4)}, "`x` must have 2 rows, as `layout` does"),
-        ({"x": zeros(2, 4).long()}, "`x` must be float16"),
-        ({"bias": zeros(3)}, r"`bias` must have shape \(C,\) = \(4,\)"),
-        ({"bias": zeros(4).double()}, "`bias` must be float64 exactly if `x` is"),
         ({"activation": "tanh"}, "`activation` must be one of silu, relu, gelu, but is tanh"),
         ({"dropout": -0.1}, r"`dropout` must be in \[0, 1\)"),
         ({"offset": 2**31}, r"`offset` must be in \[0, 2\^31\)"),
     ],
     "best_alignment_loss": [
-        ({"text": zeros(2, 4)}, r"`text` must have shape \(U, C\) = \(any, 3\)"),
-        ({"speech": zeros(5, 3)}, "`speech` must have 4 rows, as `layout_speech` does"),
-        ({"text": zeros(2, 3).half()}, "`text` must be torch.float32, as `speech` is"),
         ({"layout_text": _layout(2)}, "`layout_text` must have 2 sequences, as `layout_speech`"),
     ],
     "ctc_loss": [
-        ({"hidden": zeros(5, 3)}, "`hidden` must have 4 rows, as `layout_frames` does"),
-        ({"weight": zeros(6, 2)}, r"`weight` must have shape \(V, C\) = \(any, 3\)"),
-        ({"bias": zeros(2)}, r"`bias` must have shape \(V,\) = \(6,\)"),
-        ({"bias": zeros(6).half()}, "`bias` must be torch.float32, as `hidden` is"),
-        ({"targets": ones(3).long()}, r"`targets` must have shape \(U,\) = \(2,\)"),
         (
             {
                 "targets": ones(2, device="meta").long(),
@@ -234,7 +209,6 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
             },
             "`targets` must be on cpu, as `layout_frames` is, but is meta",
         ),
-        ({"targets": ones(2)}, "`targets` must be int32 or int64, but is torch.float32"),
         ({"targets": tensor([1, 6])}, r"`targets` must hold classes in \[0, 6\).* is 6"),
         ({"targets": tensor([0, 1])}, ".*other than the blank 0, but is 0"),
         ({"blank_id": 6}, r"`blank_id` must be in \[0, 6\), but is 6"),
@@ -244,22 +218,14 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "decode_attention": [
-        ({"q": zeros(4, 2)}, r"`q` must have shape \(N, H, D\)"),
         ({"q": zeros(3, 2, 8)}, "`q` must have a multiple of S = 2 rows"),
-        ({"q": zeros(4, 2, 8).double()}, r"`k_pages` must be torch\.float64"),
         (
             {"q": zeros(4, 3, 8)},
             "`q` must have a multiple of Hk = 2 heads, as many as `k_pages`",
         ),
         ({"q": zeros(4, 1, 8)}, "`q` must have a multiple of Hk = 2 heads"),
-        ({"k_pages": zeros(4, 4, 2, 9)}, r"`k_pages` must have shape \(P, B, Hk, D\)"),
-        ({"k_pages": zeros(4, 0, 2, 8)}, "`v_pages` must have shape"),
-        ({"v_pages": zeros(5, 4, 2, 8)}, r"`v_pages` must have shape \(P, B, Hk, D\)"),
-        ({"page_table": zeros(2, 3)}, r"`page_table` must be torch\.int32"),
         ({"page_table": full((2, 3), 4).int()}, r"`page_table` must name pages in \[0, 4\)"),
         ({"page_table": full((2, 3), -1).int()}, "`page_table` must name pages"),
-        ({"lengths": tensor([1, 2, 3]).int()}, r"`lengths` must have shape \(S,\) = \(2,\)"),
-        ({"lengths": tensor([1, 2])}, r"`lengths` must be torch\.int32"),
         ({"lengths": tensor([1, 13]).int()}, r"`lengths` must be in \[0, M \* B = 12\]"),
         ({"lengths": tensor([-1, 1]).int()}, "`lengths` must be in"),
         ({"new_k": zeros(2, 2, 8)}, "`new_k` and `new_v` come together"),
@@ -274,47 +240,23 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "depthwise_conv": [
-        ({"x": zeros(4)}, r"`x` must have shape \(T, C\) = \(any, any\), but is \(4,\)"),
-        ({"x": zeros(5, 3)}, r"`x` must have 4 rows, as `layout` does, but is \(5, 3\)"),
-        ({"weight": zeros(2, 3)}, r"`weight` must have shape .* = \(3, any\).*\(2, 3\)"),
         ({"weight": zeros(3, 0)}, r"`weight` must have at least one tap, but is 0"),
         ({"weight": zeros(3, 4)}, ".*odd number of taps unless causal, but is 4"),
-        ({"bias": zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\), but is \(4,\)"),
-        ({"bias": zeros(3).double()}, r"`bias` must be torch.float32, as `x` is.*float64"),
         ({"x": zeros(4, 5), "gated": True}, r"`x` must have an even width.*, but is 5"),
         ({"gated": True, "x": zeros(4, 4)}, r"`weight` must have shape .* = \(2, any\)"),
-        ({"x": zeros(4, 3).long()}, r"`x` must be float16, .*, but is torch.int64"),
     ],
     "dropout_add_layer_norm": [
-        ({"x": zeros(3, 4)}, r"`x` must have shape \(T, C\) = \(2, 4\)"),
-        ({"x": zeros(2, 4).long()}, "`x` must be float16"),
-        ({"x": zeros(2, 4).double()}, "`x` must be float64 exactly if `residual` is"),
-        ({"residual": zeros(3, 4)}, "`residual` must have 2 rows, as `layout` does"),
-        ({"weight": zeros(3)}, r"`weight` must have shape \(C,\) = \(4,\)"),
-        ({"x_bias": zeros(3)}, r"`x_bias` must have shape \(C,\) = \(4,\)"),
-        ({"x_bias": zeros(4).double()}, "`x_bias` must be float64 exactly if `residual` is"),
         ({"x_bias": zeros(4), "x": None}, "`x_bias` must be None where `x` is"),
         ({"bias": None}, "`bias` must be given exactly where `weight` is"),
-        ({"bias": zeros(4).half()}, "`bias` must be torch.float32"),
         ({"x": None, "weight": None, "bias": None}, "`x` must be given where `weight` is not"),
         ({"weight": None, "bias": None, "prenorm": False}, "`weight` must be given where"),
         ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\)"),
         ({"offset": -1}, r"`offset` must be in \[0, 2\^31\)"),
     ],
     "gated_activation": [
-        ({"gate": zeros(4)}, r"`gate` must have shape \(\.\.\., W\), but is \(4,\)"),
-        ({"gate": zeros(2, 4).long()}, "`gate` must be float16"),
-        ({"up": zeros(2, 3)}, r"`up` must have shape that of `gate` = \(2, 4\)"),
-        ({"up": zeros(2, 4).half()}, "`up` must be torch.float32, as `gate` is"),
         ({"activation": "relu"}, "`activation` must be one of silu, gelu, gelu_tanh, but is relu"),
     ],
     "grouped_linear": [
-        ({"x": zeros(3)}, r"`x` must have shape \(T, C\)"),
-        ({"x": zeros(4, 2)}, "`x` must have 3 rows, as `layout` does"),
-        ({"weight": zeros(3, 5, 2)}, r"`weight` must have shape \(G, F, C\) = \(2, any, 2\)"),
-        ({"weight": zeros(2, 5, 3)}, r"`weight` must have shape \(G, F, C\) = \(2, any, 2\)"),
-        ({"bias": zeros(5)}, r"`bias` must have shape \(G, F\) = \(2, 5\)"),
-        ({"bias": zeros(2, 5).double()}, "`bias` must be torch.float32, as `x` is"),
         (
             {"layout": _layout(rows=3), "weight": zeros(0, 5, 2)},
             "`weight` must have at least one group",
@@ -323,87 +265,38 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "guided_attention": [
         ({"sigma": 0.0}, "`sigma` must be positive, but is 0.0"),
         ({"dropout": -0.1}, r"`dropout` must be in \[0, 1\), but is -0.1"),
-        ({"k": zeros(4, 2, 5)}, r"`k` must have shape .* = \(any, 2, 3\)"),
-        ({"q": zeros(4, 2, 3).half()}, "`k` must be torch.float16, as `q` is"),
     ],
     "linear_cross_entropy": [
-        ({"hidden": zeros(3)}, r"`hidden` must have shape \(U, C\)"),
-        ({"weight": zeros(6, 5)}, r"`weight` must have shape \(V, C\) = \(any, 4\)"),
-        ({"targets": zeros(2).long()}, r"`targets` must have shape \(U,\) = \(3,\)"),
-        ({"targets": zeros(3)}, "`targets` must be int32 or int64, but is torch.float32"),
         ({"targets": tensor([0, 6, 1])}, r"`targets` must hold .* \[0, 6\) .*, but is 6"),
         ({"targets": tensor([0, -1, 1])}, r"`targets` must hold .* or be -100, but is -1"),
-        ({"bias": zeros(4)}, r"`bias` must have shape \(V,\) = \(6,\), but is \(4,\)"),
-        ({"weight": zeros(6, 4).half()}, "`weight` must be torch.float32, as `hidden` is"),
         ({"label_smoothing": 1.5}, r"`label_smoothing` must be in \[0, 1\], but is 1.5"),
         ({"z_loss": -1.0}, "`z_loss` must be at least 0, but is -1.0"),
     ],
     "mask_features": [
-        ({"x": ones(3, 6)}, r"`x` must have shape \(s T, C\) = \(36, any\)"),
-        ({"x": ones(36, 6).int()}, "`x` must be float16"),
-        ({"lengths": ones(3)}, r"`lengths` must have shape \(N,\) = \(4,\)"),
-        ({"lengths": ones(4)}, "`lengths` must be int32 or int64"),
         ({"rows_per_slot": 3}, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
-        ({"freq_shares": ones(2, 3, 1)}, "`freq_shares` must have shape"),
-        ({"time_shares": ones(2, 4, 1).double()}, "`time_shares` must be float32"),
         ({"freq_width": -1}, "`freq_width` must be at least 0"),
         ({"time_width": 5.0}, r"`time_width` must be in \[0, 1\]"),
     ],
     "normalize_features": [
-        ({"x": ones(3, 6)}, r"`x` must have shape \(s T, C\) = \(36, any\)"),
-        ({"lengths": ones(4)}, "`lengths` must be int32 or int64"),
-        ({"lengths": ones(4, device="meta").long()}, "`lengths` must be on cpu"),
         ({"rows_per_slot": 16}, r"`rows_per_slot` must be one of \(1, 2, 4, 8\)"),
         ({"eps": 0.0}, "`eps` must be positive"),
         ({"log_guard": -1.0}, "`log_guard` must be at least 0"),
     ],
     "projected_top_k": [
-        ({"hidden": zeros(4)}, r"`hidden` must have shape \(N, C\)"),
-        ({"weight": zeros(9, 4)}, r"`weight` must have shape \(V, C\) = \(any, 3\)"),
-        ({"weight": zeros(9, 3).half()}, r"`weight` must be torch\.float32"),
-        ({"bias": zeros(8)}, r"`bias` must have shape \(V,\) = \(9,\)"),
         ({"k": 0}, r"`k` must be in \[1, 9\]"),
         ({"k": 10}, r"`k` must be in \[1, 9\], at most 16 and the number of classes, but is 10"),
         ({"classes": 0}, r"`classes` must be in \[1, V = 9\], but is 0"),
         ({"classes": 10}, r"`classes` must be in \[1, V = 9\], but is 10"),
     ],
     "rms_norm": [
-        ({"x": zeros(4)}, r"`x` must have shape \(\.\.\., W\), but is \(4,\)"),
-        ({"x": zeros(2, 4).long()}, "`x` must be float16"),
-        ({"weight": zeros(3)}, r"`weight` must have shape \(W,\) = \(4,\)"),
-        ({"weight": zeros(4).double()}, "`weight` must be float64 exactly if `x` is"),
         ({"offset": 2}, "`offset` must be 0 or 1, but is 2"),
     ],
-    "strided_depthwise": [
-        ({"x": zeros(5, 4, 3)}, r"`x` must have shape \(2 T, G, C\) = \(4, any, any\)"),
-        ({"x": zeros(4, 3, 3)}, "`x` must have an even number of bands"),
-        ({"weight": zeros(3, 3)}, r"`weight` must have shape \(C, 9\)"),
-        ({"bias": zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\)"),
-        ({"bias": zeros(3).half()}, "`bias` must be torch.float32"),
-        ({"lengths": tensor([4, 0])}, r"`lengths` must have shape \(N,\) = \(1,\)"),
-        ({"lengths": tensor([4.0])}, "`lengths` must be int32 or int64"),
-    ],
+    "strided_depthwise": [],
     "subsampling_stem": [
-        ({"x": zeros(15, 8)}, r"`x` must have shape \(8 T, F\) = \(16, any\)"),
-        ({"x": zeros(16, 6)}, "`x` must have a multiple of 4 bands"),
-        ({"weight": zeros(3, 3)}, r"`weight` must have shape \(C, 9\)"),
-        ({"bias": zeros(4)}, r"`bias` must have shape \(C,\) = \(3,\)"),
-        ({"depthwise_weight": zeros(4, 9)}, "`depthwise_weight` must have shape"),
-        ({"depthwise_bias": zeros(3).double()}, "`depthwise_bias` must be torch.float32"),
-        ({"lengths": tensor([16, 0])}, r"`lengths` must have shape \(N,\) = \(1,\)"),
-        ({"lengths": tensor([16.0])}, "`lengths` must be int32 or int64"),
         ({"rows_per_slot": 6}, "`rows_per_slot` must be a positive multiple of 4, but is 6"),
         ({"rows_per_slot": 4}, r"`x` must have shape \(4 T, F\) = \(8, any\)"),
     ],
     "transducer_loss": [
-        ({"encoded": zeros(5, 3)}, "`encoded` must have 4 rows, as `layout_frames` does"),
-        (
-            {"predicted": zeros(3, 3)},
-            r"`predicted` must have shape \(U \+ N, J\) = \(5, 3\), but is \(3, 3\)",
-        ),
-        ({"weight": zeros(6, 2)}, r"`weight` must have shape \(V, J\) = \(any, 3\)"),
-        ({"bias": zeros(5)}, r"`bias` must have shape \(V,\) = \(6,\), but is \(5,\)"),
-        ({"bias": zeros(6).double()}, "`bias` must be torch.float32, as `encoded` is"),
         ({"targets": tensor([1, 2, 0])}, ".*other than the blank 0, but is 0"),
         ({"targets": tensor([1, 2, -1])}, r"`targets` must hold classes in \[0, 6\)"),
         ({"activation": "gelu"}, '`activation` must be "relu" or "tanh", but is \'gelu\''),
@@ -432,15 +325,64 @@ MESSAGES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"durations": None, "sigma": 0.1}, "`sigma` must be 0 without `durations`, but is 0.1"),
     ],
     "update_running_statistics": [
-        ({"running_mean": ones(2)}, r"`running_mean` must have shape \(C,\) = \(3,\)"),
-        ({"running_variance": ones(3).half()}, "`running_variance` must be torch.float32"),
         ({"running_mean": ones(6)[::2]}, "`running_mean` must be contiguous"),
-        ({"num_batches": tensor(0.0)}, "`num_batches` must be int64"),
-        ({"variance": ones(3).double()}, "`variance` must be torch.float32"),
-        ({"num_batches": tensor(0, device="meta")}, "`num_batches` must be on cpu"),
         ({"momentum": 1.5}, "`momentum` must be in"),
     ],
 }
+
+
+# What may be another one of a valid call.
+ACCEPTED = {
+    "append_to_pages": {"page_table size 1"},
+    "audio_windows": {"window size 0"},
+    "batch_norm": {"x half", "x width"},
+    "bias_activation_dropout": {"x half", "bias half"},
+    "decode_attention": {"page_table size 1"},
+    "dropout_add_layer_norm": {"x half", "residual half", "x_bias half"},
+    "mask_features": {
+        *("x half", "x width", "x size 1"),
+        *("freq_shares size 2", "time_shares size 2"),
+    },
+    "normalize_features": {"x half", "x width", "x size 1"},
+    "projected_top_k": {"hidden size 0"},
+    "rms_norm": {"x dimensions", "x half", "x size 0", "weight half"},
+}
+
+
+def _changes(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "dimensions", x[None]
+    yield "dtype", x.long() if x.is_floating_point() else x.float()
+    if x.is_floating_point():
+        yield "half", x.half()
+        yield "width", x.float() if x.dtype == torch.float64 else x.double()
+    for axis in range(x.dim()):
+        yield f"size {axis}", torch.cat([x, x.narrow(axis, 0, 1)], axis)
+
+
+def _refusal(name: str, changed: dict[str, Any]) -> str:
+    try:
+        getattr(effasr_kernels, name)(**VALID[name] | changed)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_tensors_have_shapes_dtypes_and_a_device(name: str) -> None:
+    """Each tensor with another size, dtype or device is refused, or the one that it must suit."""
+    tensors = {key: x for key, x in VALID[name].items() if isinstance(x, Tensor)}
+    accepted = set()
+    for key, x in tensors.items():
+        for change, changed in _changes(x):
+            if message := _refusal(name, {key: changed}):
+                argument = key if change == "dtype" else r"\w+"
+                assert re.match(f"{name}: `{argument}` must ", message), f"{key}, {change}"
+            else:
+                accepted.add(f"{key} {change}")
+    assert accepted == ACCEPTED.get(name, set())
+    for key in [*tensors][1:]:
+        message = _refusal(name, {key: tensors[key].to("meta")})
+        assert re.match(rf"{name}: `\w+` must be on \w+, as `\w+` is, but is", message), key
 
 
 def test_the_table_has_every_operation() -> None:

@@ -307,34 +307,6 @@ def test_what_is_covered_is_counted_exactly(one: list, asked: list) -> None:
     assert intervals.within(a, begins).tolist() == [b in moments(one) for b in begins.tolist()]
 
 
-@given(spans, spans, st.randoms())
-def test_increments_share_out_a_union(one: list, whole: list, random) -> None:
-    begins = np.array([begin for begin, _ in one], np.int64)
-    ends = begins + np.array([n for _, n in one], np.int64)
-    turns, inside = np.arange(len(one)), made(whole)
-    added = intervals.increments(begins, ends, turns, inside)
-    assert (added >= 0).all()
-    assert added.sum() == len(moments(one) & moments(whole))
-    order = list(range(len(one)))
-    random.shuffle(order)
-    shuffled = intervals.increments(begins[order], ends[order], turns[order], inside)
-    assert shuffled.tolist() == added[order].tolist()
-
-
-@given(spans, spans)
-def test_pieces_lie_in_one_window_each_and_lose_nothing(one: list, other: list) -> None:
-    windows = made(other)
-    begins = np.array([begin for begin, _ in one], np.int64)
-    ends = begins + np.array([n for _, n in one], np.int64)
-    item, window, first, last = intervals.split(begins, ends, windows)
-    assert (last > first).all()
-    assert (windows[window, 0] <= first).all()
-    assert (last <= windows[window, 1]).all()
-    sums = np.zeros(len(one), np.int64)
-    np.add.at(sums, item, last - first)
-    assert sums.tolist() == intervals.covered(windows, begins, ends).tolist()
-
-
 def test_two_that_begin_together_count_the_shorter_first() -> None:
     begins, ends = np.array([0, 0]), np.array([10, 4])
     added = intervals.increments(begins, ends, np.array([0, 1]), np.array([[0, 20]]))

@@ -312,15 +312,6 @@ def a_step(trace: Trace) -> None:
     trace.kernel(630, 640, 690, tid=AUTOGRAD)
 
 
-def test_backward_goes_to_its_forward_by_sequence_number(trace_path: Path) -> None:
-    trace = Trace()
-    a_step(trace)
-    assert labelled(kineto.read(trace.write(trace_path))) == [
-        ("forward / encoder", "forward", "launch", False),
-        ("forward / encoder", "backward", "forward", True),
-    ]
-
-
 def test_arrows_come_before_sequence_numbers(trace_path: Path) -> None:
     trace = Trace()
     a_step(trace)

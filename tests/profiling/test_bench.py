@@ -15,7 +15,7 @@ import pytest
 import torch
 from benchmarks import harness, inference, training
 from benchmarks.speech import agreement
-from benchmarks.workload import LISTED, drawn_durations, read_durations
+from benchmarks.workload import read_durations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -28,16 +28,6 @@ TINY = inference.SIZES["tiny"]
 def rows_of(command: str, path: Path, status: int = 0) -> list[dict[str, str]]:
     assert bench.main([*command.split(), "--output", str(path)]) == status
     return list(harness.read(path))
-
-
-@pytest.mark.parametrize("name", bench.SUBCOMMANDS)
-def test_each_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench.main([name, "--help"])
-    assert ended.value.code == 0
-    visible = capsys.readouterr().out
-    assert f"usage: bench.py {name} " in visible
-    assert f"python profiling/bench.py {name} " in visible
 
 
 @pytest.mark.parametrize(
@@ -127,16 +117,6 @@ def test_reads_lengths(name: str, text: str, tmp_path: Path) -> None:
     assert read_durations(tmp_path / name) == [1.5, 2.0]
 
 
-def test_lengths_are_real_ones_or_look_like_them(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match="has no durations"):
-        read_durations(tmp_path / "empty.txt")
-    listed = read_durations(LISTED)
-    assert len(listed) == 400
-    assert sum(listed) / 400 == pytest.approx(7.17, abs=0.01)
-    assert sum(drawn_durations()) / 2_000 == pytest.approx(7.4, rel=0.1)
-
-
 @pytest.mark.extended
 def test_a_bare_machine_is_enough() -> None:
     """Without what reads audio and manifests, the model can be timed, and recorded."""
@@ -210,11 +190,6 @@ def test_transformers_writes_the_same() -> None:
     assert [len(tokens) for tokens in theirs] == speech.limits
     ours = inference.Ours(model, speech, harness.PartClock(CPU))
     assert agreement(ours.transcribe(), theirs) > 0.8
-
-
-def test_agreement_ends_where_the_texts_part() -> None:
-    assert agreement([[1, 2, 3, 4], [5]], [[1, 9, 3, 4], [5]]) == 2 / 5
-    assert agreement([[1, 2]], [[1, 2]]) == 1.0
 
 
 def test_a_disagreement_stops_before_anything_is_timed(
