@@ -29,10 +29,6 @@ SAVED = {
 }
 
 
-def test_the_same_configuration_goes_on_without_a_word():
-    assert check_same_run(SAVED, {**SAVED}) == []
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -173,25 +169,6 @@ def test_a_second_one_waits_for_the_first_and_says_so(tmp_path, model, tokenizer
     assert "step_00000010 to be written: checkpoints are due faster" in line
     checkpoints.wait()
     assert resolve(tmp_path).name == "step_00000020"
-
-
-def check_for(checkpoints: RunCheckpoints, seconds: float):
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        checkpoints.check()
-        time.sleep(0.01)
-
-
-def test_an_error_of_the_writer_is_one_of_the_trainer(tmp_path, model, tokenizer):
-    checkpoints = RunCheckpoints(tmp_path, keep=2, background=True)
-    checkpoints.save(10, model, tokenizer, {}, checkpoints.stage({}))
-    checkpoints.wait()
-    (tmp_path / ".step_00000020.partial").write_text("no folder")
-    checkpoints.save(20, model, tokenizer, {}, checkpoints.stage({}))
-    with pytest.raises(OSError, match="step_00000020"):
-        check_for(checkpoints, 10.0)
-    checkpoints.check()
-    assert resolve(tmp_path).name == "step_00000010"
 
 
 def test_a_run_whose_disk_is_full_ends_with_the_reason(make_config, tmp_path, monkeypatch):

@@ -174,12 +174,10 @@ INSERTED, DELETED = imbalance(insertions=30, deletions=10), imbalance(insertions
         (AudioUse(CONFIG, **JOINT), [validation()], None),
         (StuckErrorRate(CONFIG), map(rate, [100, 97]), None),
         (StuckErrorRate(CONFIG), map(rate, [100, 97, 98]), ["100, 97, 98 %"]),
-        (StuckErrorRate(CONFIG), map(rate, [100, 97, 98, 96]), ["97, 98, 96 %"]),
         (StuckErrorRate(CONFIG), map(rate, [100, 97, 92]), None),
         # A warning ends with a rate below, not with the first progress.
         (StuckErrorRate(CONFIG), map(rate, [100, 97, 98, 91]), ["97, 98, 91 %"]),
         (StuckErrorRate(CONFIG), map(rate, [100, 97, 98, 91, 89]), None),
-        (StuckErrorRate(CONFIG), map(rate, [99, 60, 99]), None),
         (StuckErrorRate(CONFIG), map(rate, [95, 93, 89]), None),
         (StuckErrorRate(CONFIG), map(rate, [30, 30, 30, 30]), None),
         # Without reference words there is no rate.
@@ -199,12 +197,10 @@ INSERTED, DELETED = imbalance(insertions=30, deletions=10), imbalance(insertions
                                       (1.503, 1.0, 0.4)]), None),
         # It needs both losses.
         (Overfitting(CONFIG), [validation(targets=1.0, own=1.0)], None),
-        (Overfitting(CONFIG), [validation(train={"cross_entropy": 1.0})], None),
         (Repetition("attention", **JOINT), [validation(loops=2)],
          ["2 of 20", "ctc_weight=0.3", "no_repeat_ngram=4"]),
         (Repetition("attention", **ALONE), [validation(loops=2)], ["no_repeat_ngram", "!ctc_weig"]),
         (Repetition("ctc", **JOINT), [validation(loops=3)], ["train longer", "!no_repeat_ngram"]),
-        (Repetition("attention", **JOINT), [validation(loops=1)], None),
         (Repetition("attention", **JOINT), [many(49, 1000)], None),
         (Repetition("attention", **JOINT), [many(50, 1000)], []),
         (ErrorBalance("attention", **JOINT), [INSERTED], None),
@@ -212,12 +208,10 @@ INSERTED, DELETED = imbalance(insertions=30, deletions=10), imbalance(insertions
          ["Most errors are insertions", "ctc_weight"]),
         (ErrorBalance("attention", **JOINT),
          [INSERTED, INSERTED, imbalance(insertions=30, deletions=11)], None),
-        (ErrorBalance("attention", **JOINT), [DELETED], None),
         (ErrorBalance("attention", **JOINT), [DELETED] * 2, ["deletions", "coverage_penalty"]),
         (ErrorBalance("attention", **JOINT), [imbalance(deletions=14)] * 3, None),
         # In the beginning.
         (ErrorBalance("attention", **JOINT), [imbalance(deletions=60, substitutions=30)] * 3, None),
-        (ErrorBalance("attention", **JOINT), [imbalance(words=0)], None),
         (Blanks(CONFIG), [blanks(ctc_frames=100.0, ctc_blanks=98.0)], ["CTC head"]),
         (Blanks(CONFIG), [blanks(ctc_frames=100.0, ctc_blanks=96.0)], None),
         (Blanks(CONFIG), [blanks(epoch=1, ctc_frames=100.0, ctc_blanks=100.0)], None),
@@ -342,10 +336,7 @@ def test_examples_are_the_same_ones_spread_over_sets_and_durations():
         "en": ["en2", "en6"],
         "nl": ["nl4"],
     }
-    assert examples.choose({"x": Evaluation("none"), **sets}, 2).keys() == {"en", "nl"}
     assert examples.choose(sets, 0) == {}
-    few = {"en": Evaluation("none", (scored("a", "a", "b"),))}
-    assert len(examples.choose(few, 2)["en"]) == 1
 
 
 def test_examples_fit_in_100_columns():

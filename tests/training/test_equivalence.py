@@ -394,9 +394,3 @@ def test_every_step_asks_for_the_same_memory(make_train_state):
     # The first step makes the optimizer's state.
     assert len(traces[1]) > 500
     assert traces[1] == traces[2] == traces[3]
-
-
-def test_the_table_of_positions_does_not_follow_the_longest_utterance(model_config):
-    encoder = make_model(model_config).encoder
-    sizes = {encoder._embeddings(in_shape(seed).frames, torch.float32).shape for seed in range(4)}
-    assert len(sizes) == 1

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch.distributed import PrefixStore, TCPStore
 from effasr.distributed.failures import TrainingFailed
 from effasr.distributed.process_group import DistributedContext
 from effasr.optim.adamw import OptimizerConfig
-from effasr.training.fault_tolerance import phase_tracker
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.fault_tolerance.stop import SIGNALS, StopInterrupt, listening
 from effasr.training.fault_tolerance.watchdog import EX_TEMPFAIL, RankLost, Watchdog
@@ -120,34 +118,6 @@ def test_the_slow_rank_is_in_the_metrics(make_config, tmp_path):
     assert re.search(
         r"rank 1 is slow: it needs 0\.\d+ s of its own for a step, .* step \d+, ", results[0][1]
     )
-
-
-def test_the_time_until_ranks_meet_is_a_ranks_own(batches, monkeypatch):
-    now = 0.0
-
-    def wait(seconds: float):
-        nonlocal now
-        now += seconds
-
-    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now)
-    monkeypatch.setattr(phase_tracker, "time", clock)
-    phases = PhaseTracker()
-    for step in (1, 2):
-        phases.begin("loading", step)
-        wait(0.02)
-        phases.begin("waiting for the others", batches=batches[:2])
-        assert phases.utterances == [*batches[0].ids, *batches[1].ids]
-        # What the ranks exchange before.
-        wait(0.05)
-        phases.compute(batches[0])
-        wait(0.03)
-        phases.compute(batches[1])
-        assert phases.utterances == list(batches[1].ids)
-        phases.wait_for_ranks()
-        wait(0.05)
-        phases.wait_for_ranks()
-    assert phases.steps == 2
-    assert phases.seconds == pytest.approx(2 * (0.02 + 0.03))
 
 
 @pytest.mark.slow

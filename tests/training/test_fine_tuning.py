@@ -153,6 +153,11 @@ def test_error_messages(make_lora_config, make_config, tones):
             "`lora.targets` must not match ctc",
         ),
         (make_lora_config(model=model), "`model.text_encoder` must be in `lora.also_train`"),
+        (make_config(training={"freeze_steps": 3}), "`training.freeze_steps` has no effect unless"),
+        (
+            make_config(training=LOOP | {"strategy": ASYNCHRONOUS[0]}),
+            r"`training.freeze_steps` must be null with .* adpsgd",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run(config)
@@ -442,18 +447,3 @@ def test_ranks_unfreeze_together(make_config, tmp_path, strategy):
     changed = [load_model(checkpoint(tmp_path / "run", n)).model.state_dict() for n in (5, 7)]
     name = next(name for name in changed[0] if name.startswith("ctc_head"))
     assert not torch.equal(changed[0][name], changed[1][name])
-
-
-def test_error_messages_of_unfreezing(make_config):
-    for training, message in (
-        (
-            {"freeze_steps": 3},
-            r"`training.freeze_steps` has no effect unless training.freeze is given",
-        ),
-        (
-            LOOP | {"strategy": ASYNCHRONOUS[0]},
-            r"`training.freeze_steps` must be null with .* adpsgd",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(make_config(training=training))

@@ -19,15 +19,10 @@ def test_every_utterance_once_within_the_budget() -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_one_that_exceeds_the_budget_is_alone() -> None:
+def test_batches_of_few() -> None:
+    """What exceeds the budget is alone, equal lengths keep their order, and nothing is nothing."""
     assert plan_batches([3, 50, 4, 2], 10) == [[1], [2, 0, 3]]
-
-
-def test_equal_lengths_keep_their_order() -> None:
     assert plan_batches([5, 5, 5, 5], 10) == [[0, 1], [2, 3]]
-
-
-def test_nothing_to_do() -> None:
     assert plan_batches([], 10) == []
 
 

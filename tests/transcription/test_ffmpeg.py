@@ -393,13 +393,7 @@ def test_channels_in_antiphase_are_named(call, noise, effasr, saved) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["m4a", "mkv"])
-def test_channels_by_ffmpeg(suffix, tmp_path, monkeypatch) -> None:
-    program = real_ffmpeg()
-    if program is None:
-        pytest.skip("neither ffmpeg nor imageio-ffmpeg is installed")
-    (tmp_path / "ffmpeg").symlink_to(program)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+def test_channels_by_ffmpeg(suffix, real) -> None:
     times = np.arange(2 * RATE) / RATE
     sounds = [0.1 * np.sin(2 * np.pi * pitch * times) for pitch in (300, 500, 700, 900, 1100, 1300)]
     for count in (2, 6):

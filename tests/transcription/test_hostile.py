@@ -74,10 +74,6 @@ def effasr(monkeypatch, tmp_path) -> Callable[..., Outcome]:
     return command
 
 
-def test_there_are_many(cases) -> None:
-    assert len(cases) > 150
-
-
 def test_transcribe_reports_each_and_goes_on(effasr, saved, cases) -> None:
     paths = [case.path for case in cases.values()]
     told = effasr("transcribe", "--run", saved, "--vad", "loudness", "--", *paths)

@@ -3,13 +3,7 @@ import math
 
 import pytest
 
-from effasr.transcription.json_files import one_line, write_json, write_json_lines
-
-
-def test_makes_the_folder_and_leaves_nothing_else(tmp_path) -> None:
-    write_json(tmp_path / "a" / "b" / "rate", {"wer": 0.5})
-    assert json.loads((tmp_path / "a" / "b" / "rate").read_text()) == {"wer": 0.5}
-    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["rate"]
+from effasr.transcription.json_files import write_json, write_json_lines
 
 
 def test_a_failed_write_keeps_what_was_there(tmp_path) -> None:
@@ -19,15 +13,6 @@ def test_a_failed_write_keeps_what_was_there(tmp_path) -> None:
         write_json_lines(path, [{"n": 2}, {"text": object()}])
     assert path.read_text() == '{"n": 1}\n'
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_names_that_are_not_text(tmp_path) -> None:
-    name = "a\udcff\n\t\x1b[31mü b"
-    write_json_lines(tmp_path / "rows", [{"id": name}])
-    write_json(tmp_path / "row", {"id": name})
-    for path in (tmp_path / "rows", tmp_path / "row"):
-        assert json.loads(path.read_text(encoding="utf-8")) == {"id": name}
-    assert one_line(name) == r"a\udcff\n\t\x1b[31mü b"
 
 
 def test_json_is_strict_and_keeps_letters(tmp_path) -> None:

@@ -155,11 +155,6 @@ def test_chunks_are_joined_as_the_language_is_written(model, tokenizer, noise) -
     assert results["ja"].text != results["de"].text
 
 
-def test_a_language_which_the_tokenizer_lacks_is_the_callers_error(model, tokenizer) -> None:
-    with pytest.raises(ValueError, match="must be one of de, en, ja, but is 'fr'"):
-        transcribe(model, tokenizer, [], prompt=Prompt("fr", "fr"))
-
-
 def test_no_chunk_is_longer_than_the_encoder_can_take(model, tokenizer, noise) -> None:
     encoder = replace(model.config.encoder, max_frames=25)
     limited = ASRModel(replace(model.config, encoder=encoder), tokenizer.vocab_size).eval()
