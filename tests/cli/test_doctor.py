@@ -126,13 +126,6 @@ def test_backends_are_named_with_what_they_do_not_serve(monkeypatch, backends, v
     assert all(note in row.note for note in notes)
 
 
-def test_attention_says_why_packages_do_not_serve(found):
-    note = _row(found, "attention, causal on cpu").note
-    for backend in ("varlen", "flash_attn_2", "flash_attn_3", "flash_attn_4"):
-        assert f"{backend}: " in note
-    assert "flash_attn" not in _row(found, "ctc_loss on cpu").note
-
-
 def test_on_a_gpu_the_reference_does_not_count_as_a_backend(monkeypatch):
     op = OPERATIONS["depthwise_conv"]
     example = dataclasses.replace(op.examples[0], label="any")

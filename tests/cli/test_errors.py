@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 
-from effasr.cli.main import explain
 from effasr.training.run_dir.run_directory import read_lines
 
 CHINESE = {"text": "你好世界"}
@@ -64,11 +63,6 @@ def test_what_is_too_long_for_the_model_is_dropped_and_not_met_in_training(train
     assert 0 < len(lines) < 24
     assert {line["reason"] for line in lines} == {"over_model_length"}
     assert limit.partition("=")[0].rpartition(".")[2] in lines[0]["details"]
-
-
-def test_the_error_of_a_file_is_one_line():
-    error = FileNotFoundError(2, "No such file or directory", "a\nb.wav")
-    assert explain(error) == "a\\nb.wav: No such file or directory."
 
 
 @pytest.mark.parametrize(

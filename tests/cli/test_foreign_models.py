@@ -206,12 +206,6 @@ def test_files_of_torch_and_safetensors_are_named(effasr, whisper, tmp_path):
         assert f"{name} must be a .nemo file, a tar, but is {message}" in failed.error
 
 
-def test_an_adapter_is_named(effasr, tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    failed = effasr("import", tmp_path, tmp_path / "out")
-    assert "must be a whole model, but is an adapter of one: merge them with peft" in failed.error
-
-
 def test_a_pointer_in_a_model_directory_is_named(effasr, model, workplace):
     (model / "model.safetensors").write_bytes(POINTER)
     failed = effasr("transcribe", "--run", model, workplace.wav)

@@ -1,10 +1,8 @@
 """From recordings to a model, and on to Hugging Face and back, with the commands alone."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 
 from effasr.checkpoint import load_model, resolve
@@ -127,22 +125,3 @@ def test_lines_without_a_language_are_in_that_of_the_model(effasr, workplace, mo
     failed = effasr("evaluate", "--run", model, "--manifest", unmarked)
     assert "must be one of en, but is 'de'" in failed.error
     assert effasr("evaluate", "--run", model, "--manifest", unmarked, "--language", "en").code == 0
-
-
-@pytest.mark.parametrize("method", ["attention", "ctc"])
-def test_the_prompt_is_the_models_unless_told_otherwise(effasr, workplace, monkeypatch, method):
-    requested = Counter()
-    from effasr.data.tokenizer import SentencePieceTokenizer
-
-    original = SentencePieceTokenizer.prompt
-    monkeypatch.setattr(
-        SentencePieceTokenizer,
-        "prompt",
-        lambda self, prompt: requested.update([prompt.punctuation]) or original(self, prompt),
-    )
-    command = ("transcribe", "--run", workplace.run, "--method", method, workplace.wav)
-    assert effasr(*command).code == 0
-    assert set(requested) == {False}
-    requested.clear()
-    assert effasr(*command, "--punctuation").code == 0
-    assert set(requested) == {True}

@@ -37,6 +37,7 @@ def unsaid(manifest):
 
 
 COMMANDS = {
+    "file": ("transcribe", "--run", "{run}", "{wav}"),
     "transcribe": ("transcribe", "--run", "{run}", "--manifest", "{manifest}"),
     "evaluate": ("evaluate", "--run", "{run}", "--manifest", "{manifest}", "--output", "{out}"),
     "label": ("label", "{run}", "{manifest}", "{out}"),
@@ -46,11 +47,13 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_missing_field_is_as_trained(effasr, model, unsaid, asked, tmp_path, name, prepared):
+def test_a_missing_field_is_as_trained(
+    effasr, workplace, model, unsaid, asked, tmp_path, name, prepared
+):
     if prepared:
         assert effasr("prepare", unsaid, tmp_path / "prepared").code == 0
         unsaid = tmp_path / "prepared"
-    places = {"run": model, "manifest": unsaid, "out": tmp_path / "out"}
+    places = {"run": model, "manifest": unsaid, "wav": workplace.wav}
     for punctuation in (False, True):
         description = yaml.safe_load((model / "model.yaml").read_text())
         description["prompt"]["punctuation"] = punctuation

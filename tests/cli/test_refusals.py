@@ -94,7 +94,6 @@ TRAIN = [
     ("name=a/b", "`name` must be usable as a folder's name"),
     ("data.train=gone.jsonl", "gone.jsonl: there is no such file or folder"),
     ("data.train=[]", "`data.train` must name at least one manifest"),
-    ("data.train={empty}", "no utterance can be trained on (0 dropped)"),
     ("data.validation=gone.jsonl", "gone.jsonl: there is no such file or folder"),
     ("data.tokenizer=gone", "train a tokenizer with `effasr tokenizer MANIFEST OUT`"),
     ("\"data.tokenizer=''\"", "`data.tokenizer` must be a folder that `effasr tokenizer` wrote"),
@@ -114,7 +113,6 @@ TRAIN = [
 WRONG_DEVICES = ["nonsense", "meta", "cuda:", "cuda:x", "cpu:x", "''"]
 EVALUATE = [
     ("--manifest gone.jsonl", "gone.jsonl: there is no such file or folder"),
-    ("--manifest {empty}", "no utterances"),
     ("--manifest {lost}", "none of its 1 utterances can be evaluated; the first, gone: "),
     ("--manifest {pairs}", "pairs.jsonl:1: `target_lang` is missing: every line needs it."),
     (
@@ -170,6 +168,9 @@ OTHERS = [
     ("import {tmp}/none.nemo {tmp}/out", "none.nemo: there is no such file"),
     ("import {folder} {tmp}/out", "must be a .nemo file, or a folder"),
     ("compare {folder}", "holds no evaluation: `effasr evaluate "),
+    ("report {folder}", "not a folder of utterances: it needs cuts.jsonl.gz"),
+    ("import {adapter} {tmp}/out", "but is an adapter of one: merge them with peft"),
+    ("export {run} {tmp}/hf --head transducer", "an output of the model (decoder, ctc), but is tr"),
     ("tune {run} {dev} --beam 1 --output {tmp}/t.yaml", "`--beam` must be at least 2"),
     (
         "label {run} {wav} {folder}/labels --min-confidence 2",
@@ -200,6 +201,9 @@ def places(workplace, tmp_path) -> dict[str, str]:
     folder, nemo = tmp_path / "folder", tmp_path / "folder.nemo"
     folder.mkdir()
     nemo.mkdir()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     files = {
         "taken.yaml": "",
         "empty.jsonl": "",
@@ -222,6 +226,7 @@ def places(workplace, tmp_path) -> dict[str, str]:
     made |= {name.partition(".")[0]: f"{tmp_path}/{name}" for name in files}
     made |= {"recipe": workplace.recipe, "run": str(workplace.run), "wav": workplace.wav}
     made |= {"tok": f"{workplace.folder}/tokenizer", "folder": str(folder), "nemo": str(nemo)}
+    made["adapter"] = str(adapter)
     return made | {"tmp": str(tmp_path)}
 
 

@@ -99,12 +99,6 @@ def test_errors_by_speaker_and_word(tmp_path):
     assert "|b|3|2|0|c| 1, nothing 1|x|0|0|1|-|" in cells
 
 
-def test_an_empty_folder_is_no_corpus(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_texts_of_others_stay_texts_and_thousands_are_no_more_than_the_worst(tmp_path):
     texts = [(HOSTILE, HEBREW), (HEBREW, "a"), *(("a b", "a c") for _ in range(5000))]
     utterances = [

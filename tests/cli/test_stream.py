@@ -260,13 +260,6 @@ def test_the_latency_is_kept(effasr, run, noise_piped, sharp, monkeypatch, laten
     assert all(("words" in row) == ("--words" in latency) for row in expected)
 
 
-def test_a_latency_below_the_shortest_chunk_is_refused(effasr, run, piped):
-    piped(bytes(2 * RATE))
-    done = effasr("transcribe", "--run", run, "--stream", "--latency", "50ms")
-    assert done.code == 2
-    assert "must be at least 0.08 for this model, its shortest chunk" in done.err
-
-
 @pytest.mark.slow
 @pytest.mark.extended
 def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path):
