@@ -54,7 +54,7 @@ class Constraints:
         texts: What else they compile to.
         registers: At most, of a thread.
         other: Options to compile, too.
-        extended: The same for `make test-all`.
+        extended: The same for `make test-all`, beside the usual ones in other dtypes.
         small: Options of the batches that must need no other binary; of each in turn.
         binaries: How many all those batches need.
     """
@@ -115,11 +115,6 @@ TABLE: dict[str, Constraints] = {
             {"channels": 512, "wide": True, **WIDE},
             {"channels": 176, "wide": True, "silu": False, "fixed": True},
         ],
-        extended=[
-            {"channels": 1024, "wide": True},
-            {"channels": 512, "wide": True, **HALF},
-            {"channels": 145, "wide": True, "fixed": True},
-        ],
         small=[{"channels": 64, "wide": True}],
         binaries=3,
     ),
@@ -128,10 +123,6 @@ TABLE: dict[str, Constraints] = {
         kernels={"align", "spread"},
         products={"align"},
         other=[{"width": 512, "tokens": (90, 600), **WIDE}],
-        extended=[
-            {"width": 512, "tokens": (90, 2000), **HALF},
-            {"width": 144, "tokens": (9, 70)},
-        ],
         small=[{"width": 64, "tokens": None, "longest": 64}],
         binaries=2,
     ),
@@ -152,14 +143,7 @@ TABLE: dict[str, Constraints] = {
             {"channels": 2048, "bias": False, **DROPOUT, **WIDE},
             {"channels": 144, "wide": True, **DROPOUT},
         ],
-        extended=[
-            {"channels": 2048, **DROPOUT, **WIDE},
-            *(
-                {"channels": 2048, "bias": x, "wide": True, **DROPOUT, **HALF}
-                for x in (True, False)
-            ),
-            *({"channels": x, "wide": True, **DROPOUT} for x in (16, 5120)),
-        ],
+        extended=[{"channels": 5120, "wide": True, **DROPOUT}],
         small=[{"channels": 16, "wide": True, **DROPOUT}],
         binaries=3,
     ),
@@ -173,15 +157,8 @@ TABLE: dict[str, Constraints] = {
             {"sequences": 2, "width": 256, "new": True},
         ],
         extended=[
-            {"sequences": 2, **options, **dtype}
-            for options in (
-                {"width": 64, "size": 375, "columns": 1},
-                {"width": 64, "size": 375, "columns": 1, "hypotheses": 4},
-                {"width": 80, "size": 16, "columns": 20, "hypotheses": 4, "splits": 1},
-                {"width": 256, "new": True},
-                {"width": 256, "hypotheses": 20, "splits": 40},
-            )
-            for dtype in ({}, HALF, WIDE)
+            {"sequences": 2, "width": 64, "size": 375, "columns": 1, "hypotheses": 4},
+            {"sequences": 2, "width": 256, "hypotheses": 20, "splits": 40},
         ],
         # Rows come by tiles or not.
         small=[
@@ -208,16 +185,8 @@ TABLE: dict[str, Constraints] = {
         ],
         other=[{"taps": 7, "channels": 145, "gated": True, "causal": True, "statistics": True}],
         extended=[
-            *(
-                {"taps": 9, "channels": 512, "gated": True, "statistics": True, **x}
-                for x in (HALF, WIDE)
-            ),
-            {"taps": 9, "channels": 512},
             {"taps": 9, "channels": 512, "causal": True, "bias": False},
-            {"taps": 5, "channels": 176, "gated": True, "statistics": True},
-            {"taps": 15, "channels": 256, "gated": True, "statistics": True},
             # The most taps fit in registers.
-            {"taps": 17, "channels": 512, "gated": True, "statistics": True, **WIDE},
             {
                 "taps": 32,
                 "channels": 512,
@@ -246,8 +215,7 @@ TABLE: dict[str, Constraints] = {
         ],
         extended=[
             *(_norm(mode, **STREAM) for mode in (*MODES, *OTHER_MODES)),
-            {"channels": 1024, **STREAM, **HALF},
-            *({"channels": x, **STREAM, **DROPOUT} for x in (16, 768, 1280, 4096)),
+            {"channels": 4096, **STREAM, **DROPOUT},
         ],
         small=[{"channels": 16, **STREAM, **DROPOUT}],
         binaries=3,
@@ -261,7 +229,7 @@ TABLE: dict[str, Constraints] = {
             Text(("activate_gated", "activate_gated_backward"), "ptx", STORE_16, 4),
         ],
         other=[{"width": 6144, **WIDE}, {"width": 144}],
-        extended=[{"width": 6144, "activation": "gelu"}, {"width": 6144, **HALF}, {"width": 16}],
+        extended=[{"width": 6144, "activation": "gelu"}],
         small=[{"width": 64}],
         binaries=2,
     ),
@@ -275,11 +243,7 @@ TABLE: dict[str, Constraints] = {
             {"inputs": 512, "outputs": 2048, **WIDE},
             {"inputs": 256, "outputs": 256},
         ],
-        extended=[
-            {"inputs": 512, "outputs": 2048, **HALF},
-            {"inputs": 145, "outputs": 100, "bias": False},
-            {"inputs": 2048, "outputs": 512, "bias": False},
-        ],
+        extended=[{"inputs": 145, "outputs": 100, "bias": False}],
         small=[{"inputs": 64, "outputs": 64}],
         # The product of the forward, that of the gradient of x, and that of the weight's.
         binaries=3,
@@ -305,11 +269,7 @@ TABLE: dict[str, Constraints] = {
             {"width": 144, "classes": 1024, "label_smoothing": 0.1, "z_loss": 1e-4},
             {"width": 512, "classes": 1024, "label_smoothing": 0.1, **WIDE},
         ],
-        extended=[
-            {"width": 512, "classes": 1024, "bias": False},
-            {"width": 1024, "classes": 1024, "label_smoothing": 0.1},
-            {"width": 512, "classes": 1024, "label_smoothing": 0.1, **HALF},
-        ],
+        extended=[{"width": 512, "classes": 1024, "bias": False}],
         small=[
             {"width": 64, "classes": 40, "z_loss": 1e-4, **x}
             for x in ({"label_smoothing": 0.1}, {"uniform_gradient": True})
@@ -321,7 +281,7 @@ TABLE: dict[str, Constraints] = {
         usual=[{}],
         kernels={"mask_rows"},
         texts=[Text("mask_rows", "ptx", LOAD_16), Text("mask_rows", "ptx", STORE_16)],
-        extended=[{"mels": 80}, {"slot": 4}],
+        extended=[{"slot": 4}],
         small=[{"mels": 16}],
         binaries=1,
     ),
@@ -329,7 +289,7 @@ TABLE: dict[str, Constraints] = {
         usual=[{}, {"log_guard": 0.0}],
         kernels={"normalize_rows"},
         texts=[Text("normalize_rows", "ptx", LOAD_16), Text("normalize_rows", "ptx", STORE_16)],
-        extended=[{"mels": 80}, {"slot": 4}],
+        extended=[{"slot": 4}],
         small=[{"mels": 16}],
         binaries=1,
     ),
@@ -337,7 +297,6 @@ TABLE: dict[str, Constraints] = {
         usual=[{}],
         kernels={"cut_windows"},
         texts=[Text("cut_windows", "ptx", STORE_16)],
-        extended=[{"slot": 4, "n_fft": 1024}],
         small=[{}],
         binaries=1,
     ),
@@ -352,11 +311,7 @@ TABLE: dict[str, Constraints] = {
             {"rows": 80, "k": 5, **WIDE},
             {"rows": 5, "width": 144, "count": 1_025, "k": 3},
         ],
-        extended=[
-            {},
-            {"rows": 1, "k": 16, **WIDE},
-            {"rows": 256, "k": 16, "bias": False, **HALF},
-        ],
+        extended=[{"rows": 1, "k": 16, **WIDE}],
         small=[{"width": 64, "count": 400}],
         # For few and for many rows, and the merging.
         binaries=3,
@@ -377,13 +332,7 @@ TABLE: dict[str, Constraints] = {
             {"width": 2048, "frozen": True, **WIDE},
             *({"width": x, **WIDE} for x in (128, 8192)),
         ],
-        extended=[
-            {"width": 2048, "wide": True, "offset": 1},
-            {"width": 2048, **WIDE},
-            {"width": 2048, "wide": True, **HALF},
-            {"width": 2048, "frozen": True, **HALF},
-            *({"width": x, **WIDE} for x in (16, 1152, 5120)),
-        ],
+        extended=[{"width": 2048, "wide": True, "offset": 1}, {"width": 5120, **WIDE}],
         small=[{"width": 64, "wide": True}],
         binaries=3,
     ),
@@ -397,11 +346,6 @@ TABLE: dict[str, Constraints] = {
             Text("strided_backward", "ptx", r"ld\.global\S*\.v2\.b32", 8, 8),
         ],
         other=[{"channels": 256, "bins": 20, **WIDE}],
-        extended=[
-            {"channels": 256, "bins": 20, **HALF},
-            {"channels": 16, "bins": 16},
-            {"channels": 144, "bins": 32},
-        ],
         small=[{"channels": 16}],
         binaries=3,
     ),
@@ -414,11 +358,6 @@ TABLE: dict[str, Constraints] = {
             Text(("stem_patches", "stem_forward"), "ptx", STORE_16),
             Text(("stem_forward", "stem_backward"), "ptx", r"cp\.async\.c[ag]\S*", 9),
             Text(("stem_forward", "stem_backward"), "ptx", r"st\.global\S*\.b16", 0, 0),
-        ],
-        extended=[
-            *({"channels": 256, "bins": 80, **x} for x in (HALF, WIDE)),
-            {"channels": 16, "bins": 64},
-            {"channels": 144, "bins": 128},
         ],
         small=[{"channels": 16, "per_slot": x} for x in (4, 8)],
         binaries=4,
@@ -474,7 +413,7 @@ def test_usual_sizes(
         *(
             pytest.param(name, options, marks=pytest.mark.extended)
             for name, x in TABLE.items()
-            for options in x.extended
+            for options in (*x.extended, *({**x.usual[0], **dtype} for dtype in (HALF, WIDE)))
         ),
     ],
     ids=str,
