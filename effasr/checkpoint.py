@@ -35,6 +35,7 @@ from torch import Tensor
 from effasr import config as configuration
 from effasr.checks import check
 from effasr.data.checksums import verify
+from effasr.data.languages import code_or_name
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer, load_tokenizer
 from effasr.model.asr import ASRModel, Durations
@@ -93,6 +94,17 @@ class LoadedModel:
         state = {k: v for k, v in self.model.state_dict().items() if k.startswith(names)}
         return self._with(config, state)
 
+    def with_language(self, language: str) -> LoadedModel:
+        """Return the model with the adapters of one language merged into its weights."""
+        config = self.model.config
+        languages = config.language_adapters
+        code = code_or_name(language)
+        rule = f"be a language that has adapters ({', '.join(languages) or 'none has'})"
+        check(code in languages, "--merge-language", rule, repr(language))
+        place = languages.index(code), len(languages)
+        state = without_adapters(self.model.state_dict(), place)
+        return self._with(replace(config, language_adapters=()), state)
+
     def with_window(self, seconds: float) -> LoadedModel:
         """Return a Whisper with the same weights that hears silence up to ``seconds``."""
         config = self.model.config
@@ -140,7 +152,9 @@ def load_model(directory: str | Path, device: torch.device | str = "cpu") -> Loa
     _verify(directory)
     description = read_description(directory)
     with _explaining(directory / WEIGHTS) as path:
-        weights = without_adapters(safetensors.torch.load_file(path, device=str(device)))
+        weights = safetensors.torch.load_file(path, device=str(device))
+        if not description.model.language_adapters:
+            weights = without_adapters(weights)
         model = ASRModel.from_state_dict(description.model, description.vocab_size, weights)
     model.durations = description.durations
     return LoadedModel(model.to(device).eval(), read_tokenizer(directory), description.prompt)

@@ -192,13 +192,20 @@ def add_export(command: AddCommand) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder or .nemo file to write")
     parser.add_argument(
         "--format",
-        choices=("huggingface", "nemo", "onnx", "sherpa-onnx", "ctranslate2"),
-        help="what to write (default: nemo where OUT ends in .nemo, else huggingface)",
+        choices=("huggingface", "nemo", "onnx", "sherpa-onnx", "ctranslate2", "effasr"),
+        help="what to write, effasr for a model directory (default: nemo where OUT ends in .nemo, "
+        "else huggingface)",
     )
     parser.add_argument(
         "--head",
         choices=("decoder", "transducer", "ctc"),
         help="the only output to export (default: all that the format holds)",
+    )
+    parser.add_argument(
+        "--merge-language",
+        metavar="LANG",
+        help="language whose adapters are merged into the weights, of a model that was trained "
+        "with lora.by_language",
     )
     parser.add_argument(
         "--quantization",
@@ -242,6 +249,8 @@ def run_export(options: argparse.Namespace) -> int:
     format_ = _format(options)
     loaded, sources = load_run(options.model, options.averaged, progress=reading)
     loaded = loaded if options.head is None else loaded.with_head(options.head)
+    if options.merge_language is not None:
+        loaded = loaded.with_language(options.merge_language)
     if loaded.model.language_model is not None and format_ != "huggingface":
         raise ValueError(
             f"`--format` must be huggingface for a model with a language model, but is {format_}."
@@ -467,7 +476,15 @@ def _ctranslate2(options: argparse.Namespace, loaded: LoadedModel, sources: list
     return f"load it with faster_whisper.WhisperModel({str(options.out)!r}), {quantization}"
 
 
+def _effasr(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
+    from effasr.checkpoint import save_model
+
+    save_model(options.out, loaded.model, loaded.tokenizer, loaded.prompt)
+    return "a model directory, for other commands and `init_from`"
+
+
 _WRITERS = {
+    "effasr": _effasr,
     "huggingface": _hugging_face,
     "nemo": _nemo,
     "onnx": _onnx,

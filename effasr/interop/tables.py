@@ -294,6 +294,10 @@ def refuse_experts(config: ModelConfig, framework: str) -> None:
     }
     prompt = config.language_prompt is not None and framework != "transformers"
     refuse(framework, {**reasons, "language_prompt": prompt})
+    languages = config.language_adapters
+    rule = f"be given, as {framework} has no adapters by language"
+    remedy = f"such as --merge-language {languages[0]}" if languages else ""
+    check(not languages, "--merge-language", rule, "not given", remedy)
 
 
 def warn_about_parts(config: ModelConfig, exported: Collection[str], target: str) -> None:

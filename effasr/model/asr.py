@@ -34,6 +34,7 @@ from effasr.nn.cache.decoder_state import DecoderState
 from effasr.nn.convolution import BatchNorm, DepthwiseConv
 from effasr.nn.experts import EncoderOutput, ExpertFeedForward, GroupedLinear, Router, take_losses
 from effasr.nn.linear import Linear
+from effasr.nn.lora import adapt_by_language, route_rows
 from effasr.nn.parameters import evaluate_frozen, touch_unused_parameters
 from effasr.nn.predictor import LSTMPredictor, StatelessPredictor
 from effasr.nn.stack import is_empty, join_skipped, skip_branch
@@ -143,6 +144,8 @@ class ASRModel(nn.Module):
         """Build a model around these tensors, without initializing or copying weights."""
         with torch.device("meta"):
             model = cls(config, vocab_size)
+            if config.language_adapters:
+                adapt_by_language(model, config.language_adapters, state)
         model.load_state_dict(state, assign=True)
         if model.language_model is not None:
             model.language_model.reset_tables()
@@ -350,6 +353,7 @@ class ASRModel(nn.Module):
                 mel = self._augmented(mel)
         with ranges.range("encoder"):
             beside = partial(self._beside_text_encoder, batch, distances)
+            route_rows(self.encoder, batch.expert, frames)
             if isinstance(self.encoder, FastConformerEncoder):
                 encoded = self.encoder(mel, batch.expert, beside, self.shared_layers)
             else:
@@ -367,7 +371,9 @@ class ASRModel(nn.Module):
         read = text(source, self._only_of_speech(), expert)
         if self.shared_layers:
             assert isinstance(self.encoder, FastConformerEncoder)
-            read = self.encoder.encode_text(text.upsampled(read), self.shared_layers)
+            read = text.upsampled(read)
+            route_rows(self.encoder, expert, read.layout)
+            read = self.encoder.encode_text(read, self.shared_layers)
         return EncoderOutput(read.values, read.layout, expert)
 
     def _beside_text_encoder(

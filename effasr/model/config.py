@@ -18,6 +18,7 @@ from effasr.model.transducer import TransducerConfig
 from effasr.model.wav2vec2_encoder import Wav2Vec2EncoderConfig
 from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.experts import ExpertsConfig, named_experts_of
+from effasr.nn.lora import LanguageAdapters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,7 @@ class ModelConfig:
             bytes and not 28 for each element of the stream.
         language_prompt: Tells the outputs which language is spoken; null for none.
         best_rq: Pretraining of the encoder on audio alone, in place of all outputs; null for none.
+        language_adapters: The languages that have adapters (LoRA), which ``lora.by_language`` sets.
     """
 
     features: FeatureConfig = field(default_factory=FeatureConfig)
@@ -55,6 +57,7 @@ class ModelConfig:
     language_prompt: LanguagePromptConfig | None = None
     residual_in_fp32: bool = True
     best_rq: BestRQConfig | None = None
+    language_adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -120,6 +123,13 @@ class ModelConfig:
             self.text_encoder.check_width(self.encoder.width)
             self._check_shared(self.text_encoder.shared_layers, experts)
         self._check_named_experts()
+        if self.language_adapters:
+            others = self.best_rq, self.language_model, self.language_prompt, experts
+            alone = not any(others) and named_experts_of(self.decoder) is None
+            alone = alone and named_experts_of(self.text_encoder) is None
+            rule = "be empty with best_rq, language_model, language_prompt or named experts"
+            remedy = "train one adapter for all languages"
+            check(alone, "lora.by_language", rule, list(self.language_adapters), remedy)
 
     def _check_shared(self, count: int, experts: ExpertsConfig | None) -> None:
         name, remedy = "text_encoder.shared_layers", "set text_encoder.shared_layers=0"
@@ -145,16 +155,18 @@ class ModelConfig:
                 remedy = "one name chooses the experts of an utterance"
                 check(value == needed, f"decoder.experts.{part}", rule, value, remedy)
 
-    def numbering(self) -> ExpertsConfig | LanguagePromptConfig | None:
-        """Prompts or experts that names choose: they give an utterance its `Batch.expert`."""
+    def numbering(self) -> ExpertsConfig | LanguagePromptConfig | LanguageAdapters | None:
+        """Prompts, experts or adapters that names choose: they give its `Batch.expert`."""
         return self.language_prompt or self.named_experts()
 
     def is_told_language(self, languages: Sequence[str]) -> bool:
         """Whether prompts name the language of speech, one of several ``languages``."""
         return len(languages) > 1 or self.numbering() is not None
 
-    def named_experts(self, *, text: bool = False) -> ExpertsConfig | None:
-        """The experts that names choose for speech, or text pairs, by `Batch.expert`."""
+    def named_experts(self, *, text: bool = False) -> ExpertsConfig | LanguageAdapters | None:
+        """What names choose for speech, or text pairs, by `Batch.expert`."""
+        if self.language_adapters:
+            return LanguageAdapters(self.language_adapters)
         experts = named_experts_of(self.text_encoder if text else self.encoder)
         return named_experts_of(self.decoder) if experts is None else experts
 

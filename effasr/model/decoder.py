@@ -29,6 +29,7 @@ from effasr.nn.experts import (
     run_feed_forward,
 )
 from effasr.nn.linear import shared_input
+from effasr.nn.lora import adapt_alike, has_languages, route_rows
 from effasr.nn.positions import PositionTables, decoder_sinusoids
 from effasr.nn.residual import Residual, draw_layer_seeds, is_fused, normalized, residual_stream
 from effasr.nn.stack import Layer, checkpointed_forward, is_empty, is_sharded, skip_layers
@@ -288,6 +289,7 @@ class Decoder(nn.Module):
             return normalized(x, self.norm), None if sigma is None else x.new_zeros(len(x))
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         groups = named_groups(self.config.experts, expert_of(encoded), layout)
+        self._route(encoded, layout)
         penalties, self.router_losses = [], []
         all_seeds = draw_layer_seeds(self.decoder_layers(), x)
         if is_fused(x):
@@ -333,7 +335,7 @@ class Decoder(nn.Module):
         check(count <= layout.num_sequences, "read", rule, count)
         offsets, host = layout.cu_seqlens[: count + 1], layout.cu_seqlens_host[: count + 1]
         layout = PackedLayout(offsets, host, layout.rows, layout.static_max_seqlen)
-        expert = named_expert(self.config.experts, expert_of(encoded))
+        expert = self._expert(encoded)
         expert = None if expert is None else expert[:count]
         encoded = EncoderOutput(encoded.values, layout, expert)
         state = self.new_state(count, max_tokens, layout.max_seqlen_bound)
@@ -375,7 +377,7 @@ class Decoder(nn.Module):
     ) -> None:
         """Start sequences of at most ``tokens`` in rows; one forward reads the first of all."""
         # encoded: (T, width), as many sequences; an `EncoderOutput` where names choose the experts
-        expert = named_expert(self.config.experts, expert_of(encoded))
+        expert = self._expert(encoded)
         lengths = [len(tokens_read) for tokens_read in read]
         keys_values = self._keys_values(encoded, read, state.sizes)
         state.admit(rows, encoded.layout.lengths, tokens, keys_values, lengths, expert)
@@ -388,6 +390,7 @@ class Decoder(nn.Module):
         x = self.embed(tokens, state.positions)
         experts = named_experts_of(self.config)
         groups = None if experts is None else Groups.of(state.expert, experts.count)
+        route_rows(self, state.expert, None)
         for number, layer in enumerate(self.decoder_layers()):
             x = layer.step(x, state, number, groups)
         state.advance()
@@ -401,6 +404,7 @@ class Decoder(nn.Module):
         """
         with torch.device("meta"):
             other = Decoder(replace(self.config, tie_embeddings=False), len(self.output_weight))
+            adapt_alike(other, self)
         state = self.state_dict() | {"untied_weight": self.output_weight.to(dtype)}
         if self.output_bias is not None:
             state["output_bias"] = self.output_bias.to(dtype)
@@ -415,6 +419,7 @@ class Decoder(nn.Module):
         self, encoded: PackedSequence, read: Sequence[Sequence[int]], sizes: CacheSizes
     ) -> Iterator[Sequence[KeysValues]]:
         if not any(map(len, read)):
+            route_rows(self, expert_of(encoded), encoded.layout, "encoded")
             for layer in self.decoder_layers():
                 yield (layer.encoder_attn.keys_values(encoded.values),)
             return
@@ -423,6 +428,7 @@ class Decoder(nn.Module):
         tokens = sizes.integers([*(token for prefix in read for token in prefix), *tail])
         x = self.embed(tokens, layout.positions())
         groups = named_groups(self.config.experts, expert_of(encoded), layout)
+        self._route(encoded, layout)
         *earlier, last = self.decoder_layers()
         for layer in earlier:
             speech = layer.encoder_attn.keys_values(encoded.values)
@@ -431,6 +437,14 @@ class Decoder(nn.Module):
         # No step needs the last layer's output for these tokens.
         keys_values = last.self_attn.keys_values(last.input_layernorm(x), layout)
         yield last.encoder_attn.keys_values(encoded.values), keys_values
+
+    def _route(self, encoded: PackedSequence, layout: PackedLayout) -> None:
+        route_rows(self, expert_of(encoded), layout)
+        route_rows(self, expert_of(encoded), encoded.layout, "encoded")
+
+    def _expert(self, encoded: PackedSequence) -> Tensor | None:
+        number = expert_of(encoded)
+        return number if has_languages(self) else named_expert(self.config.experts, number)
 
     def decoder_layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from effasr.checks import check, check_dropouts, check_positive
 from effasr.nn.experts import ExpertsConfig, named_groups
+from effasr.nn.lora import route_rows
 from effasr.nn.positions import decoder_sinusoids
 from effasr.nn.residual import normalized, residual_stream
 from effasr.nn.stack import join_skipped, run_layers, skip_branch
@@ -109,6 +110,7 @@ class TextEncoder(nn.Module):
         skipped = skip_branch(idle, x)
         x = residual_stream(x, in_fp32=self.residual_in_fp32)
         groups = named_groups(self.config.experts, expert, layout)
+        route_rows(self, expert, layout)
         self.router_losses = []
         losses = self.router_losses if self.training else None
         x = run_layers(self.layers, "text_encoder", x, layout, layout, groups, losses=losses)

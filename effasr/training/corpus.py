@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from effasr import config as configuration
 from effasr.checks import check
 from effasr.data.config import DataConfig
@@ -37,6 +39,8 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
         corpus: TrainingCorpus = _load_conversations(config, tokenizer)
     else:
         corpus = _load_utterances(config, tokenizer, section)
+        if languages := config.model.language_adapters:
+            _check_adapters(languages, corpus)
     if saved is not None and saved.state["corpus"] != corpus.fingerprint:
         raise ValueError(
             f"`{section}` must hold the same utterances, texts and order that the checkpoint "
@@ -114,6 +118,23 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
     if language == DataConfig().language and config.model.is_told_language(tokenizer.sources):
         warn_assumed(corpus.assumed, len(corpus), language, "set data.language")
     return corpus
+
+
+def _check_adapters(languages: tuple[str, ...], corpus: TrainingCorpus) -> None:
+    """Check that each adapter learns; say how many utterances have none."""
+    numbers = [x.experts for x in (corpus, corpus.text) if x is not None and x.experts is not None]
+    counts = np.bincount(np.concatenate(numbers), minlength=len(languages) + 1)
+    *adapted, others = counts.tolist()
+    unused = [name for name, count in zip(languages, adapted, strict=True) if not count]
+    rule = "name languages of the training data"
+    remedy = "leave it out, or name `lang` in the lines of the manifest"
+    check(not unused, "lora.by_language", rule, ", ".join(unused), remedy)
+    if others:
+        log.warning(
+            "%d of %d utterances are in languages without an adapter (lora.by_language: %s): their "
+            "rows use the weights without one.",
+            *(others, others + sum(adapted), ", ".join(languages)),
+        )
 
 
 def text_costs(config: TrainConfig, tokenizer: Tokenizer) -> tuple[CostModel, CostModel]:

@@ -368,6 +368,7 @@ def resolve_config(config: TrainConfig, saved: Saved | None) -> TrainConfig:
         model = checkpoint.read_description(source).model
         model = replace(model, text_encoder=text_encoder or model.text_encoder)
         config = replace(config, model=model)
+    config = _resolve_adapters(config, source, saved)
     if config.model.language_model is not None:
         config = _resolve_language_model(config, saved)
     _check_features(config.model.features)
@@ -410,6 +411,21 @@ def find_tokenizer(config: TrainConfig, saved: Saved | None) -> Tokenizer:
         return of_source
     check(path, "data.tokenizer", "be a folder that `effasr tokenizer` wrote", "not given")
     return load_tokenizer(path)
+
+
+def _resolve_adapters(config: TrainConfig, source: Any, saved: Saved | None) -> TrainConfig:
+    """Tell the model which languages have adapters of their own."""
+    languages = () if config.lora is None else config.lora.by_language
+    if source is not None and saved is None:
+        before = checkpoint.read_description(source).model.language_adapters
+        command = f"effasr export {config.init_from} OUT --format effasr --merge-language"
+        rule = "be a model without adapters by language"
+        remedy = f"merge those of one language: {command} {before[0]}" if before else ""
+        check(not before, "init_from", rule, f"one with those of {', '.join(before)}", remedy)
+    stated = config.model.language_adapters
+    rule = "be left out, as `lora.by_language` sets it"
+    check(stated in ((), languages), "model.language_adapters", rule, list(stated))
+    return replace(config, model=replace(config.model, language_adapters=languages))
 
 
 def _resolve_language_model(config: TrainConfig, saved: Saved | None) -> TrainConfig:

@@ -122,7 +122,7 @@ def _linears(model: ASRModel) -> Iterator[tuple[nn.Linear, int]]:
     of_speech = (model.encoder, 0), (model.ctc_head, 0)
     for part, fewest in (*of_speech, (model.decoder, _FEWEST_WEIGHTS)):
         for name, module in () if part is None else part.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and getattr(module, "lora_a", None) is None:
                 yield module, 0 if name.endswith("kv_proj") and "encoder_attn" in name else fewest
 
 

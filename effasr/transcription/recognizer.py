@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from operator import itemgetter
 
@@ -30,6 +32,7 @@ from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.decoding.timestamps import timestamp_rules
 from effasr.model.asr import ASRModel
 from effasr.model.encoder import FastConformerConfig
+from effasr.nn.lora import LanguageAdapters
 from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr.transcription.cpu_weights import OneDNNWeights, rounds_to_bfloat16
@@ -77,6 +80,8 @@ _FALLBACK_TEMPERATURES = 0.2, 0.4, 0.6, 0.8, 1.0  # as Whisper's
 
 _NO_AUDIO = np.zeros(0, np.float32)
 
+_log = logging.getLogger(__name__)
+
 
 class Recognizer:
     """Transcribes recordings of any length, on the device of the model."""
@@ -120,6 +125,10 @@ class Recognizer:
 
         Those of `AUTO` are for the first of the languages that may be heard.
         """
+        if languages := self.model.config.language_adapters:
+            adapters = LanguageAdapters(languages)
+            if adapters.number_of(prompt) == len(languages):
+                _warn_without_adapter(prompt.source, languages)
         if self._is_to_be_heard(prompt):
             prompt = prompt.stating(self._possible_languages()[0])
         if (experts := self.model.config.numbering()) is not None:
@@ -656,6 +665,14 @@ class Recognizer:
             framing=self._features.framing,
         )
         return batch.to(device), prompts
+
+
+@cache
+def _warn_without_adapter(language: str, adapted: tuple[str, ...]) -> None:
+    _log.warning(
+        "speech in %r uses the weights without an adapter: those of lora.by_language are of %s.",
+        *(language, ", ".join(adapted)),
+    )
 
 
 def _is_doubted(result: Decoded, least: float) -> bool:

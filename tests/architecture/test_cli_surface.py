@@ -110,8 +110,8 @@ SURFACE = {
     ],
     "import": ["MODEL", "OUT", "--language CODE"],
     "export": [
-        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx,ctranslate2}",
-        "--head {decoder,transducer,ctc}",
+        "RUN_OR_MODEL", "OUT", "--format {huggingface,nemo,onnx,sherpa-onnx,ctranslate2,effasr}",
+        "--head {decoder,transducer,ctc}", "--merge-language LANG",
         "--quantization {float32,float16,bfloat16,int8,int8_float16,int8_float32}",
         "--averaged N", "--license LICENCE", "--author NAME", "--base-model MODEL",
         "--latency S",

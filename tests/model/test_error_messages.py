@@ -221,6 +221,15 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
         ),
         r"`encoder\.experts\.route` must be learned with `best_",
     ),
+    # Adapters by language.
+    (
+        lambda x: refuse_experts(replace(x.config, language_adapters=("de", "nl")), "NeMo"),
+        r"`--merge-language` must be given, as NeMo has no .*: such as --merge-language de",
+    ),
+    (
+        lambda x: _with(replace(x.config, language_adapters=("de",)), encoder={"experts": NAMED}),
+        r"`lora\.by_language` must be empty with .* named experts, but is \['de'\]",
+    ),
     # Streams.
     (
         lambda x: check_streamable(

@@ -334,6 +334,23 @@ def make_lora_config(make_config, base) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture
+def make_by_language(make_lora_config, pairs, tones, tmp_path) -> Callable[..., TrainConfig]:
+    """Runs with adapters of English and German; a sixth of the utterances are in French."""
+    lines = (tones / "train.jsonl").read_text().replace('"train-', f'"{tones}/train-').splitlines()
+    rows = [json.loads(line) for line in lines]
+    for number, row in enumerate(rows):
+        row["lang"] = "fr" if number % 6 == 5 else ("en", "de")[number % 2]
+        if row["lang"] == "de":
+            row["text"] = " ".join(WORD_PAIRS[word] for word in row["text"].split())
+    (tmp_path / "spoken.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    texts = {code: [x["text"] for x in rows if x["lang"] == code] for code in ("en", "de", "fr")}
+    train_tokenizer(texts, tmp_path / "of_three", vocab_size=24)
+    data = {"train": f"{tmp_path}/spoken.jsonl", "tokenizer": f"{tmp_path}/of_three"}
+    lora = replace(LORA, by_language=("en", "de"), also_train=("ctc_head", "decoder.*_*"))
+    return varied(make_lora_config, data=data, lora=lora)
+
+
+@pytest.fixture
 def sources(tones, tmp_path) -> Path:
     """A folder with ``large.jsonl``, ``small.jsonl`` and ``tiny.jsonl``."""
     lines = (tones / "train.jsonl").read_text().replace('"train-', f'"{tones}/train-').splitlines()

@@ -38,6 +38,7 @@ FUSED = replace(FAST, implementation="fused")
 LSTM = TransducerConfig(width=8, joint=8, dropout=0.1)
 STATELESS = replace(LSTM, predictor="stateless")
 RECOMPUTED = {"activation_checkpointing": True}
+LANGUAGES = ("de", "nl")
 HALF = {"precision": "bfloat16", "bfloat16_weights": False}
 COPIES = {"bfloat16_weights": True}
 ADASCALE = {
@@ -57,6 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "recomputed short in backward": ({}, {}, RECOMPUTED, "backward"),
     "compiled recomputed": ({}, RECOMPUTED, {"compile": True}, ""),
     "compiled lora": ({"lora": True}, {}, {"compile": True}, ""),
+    "graph of languages": ({"lora": LANGUAGES}, {}, {"graph": True}, ""),
+    "recomputed languages": ({"lora": LANGUAGES}, {}, RECOMPUTED, ""),
     "copies": ({}, HALF, COPIES, ""),
     "copies recomputed": ({}, HALF | RECOMPUTED, COPIES, ""),
     "copies average": ({}, HALF | {"ema_decay": 0.9}, COPIES, ""),
@@ -113,9 +116,13 @@ def test_the_run_is_the_same(case, make_train_state, make_lora_config, model_con
         settings["model"] = replace(model_config, **model)
         # Each batch has its own division of the nodes, within one budget.
         batches = [replace(batch, node_budget=600) for batch in batches]
-    if settings.pop("lora", False):
+    if languages := settings.pop("lora", False):
         config = make_lora_config()
         settings |= {"lora": config.lora, "init_from": config.init_from, "data": config.data}
+        if languages is LANGUAGES:
+            settings["lora"] = replace(config.lora, by_language=LANGUAGES)
+            numbers = torch.tensor([0, 1, 2, 0])
+            batches = [replace(x, expert=numbers.roll(n)) for n, x in enumerate(batches)]
     expected, results = (
         train(make_train_state, batches, loop | way, short, 3 if is_exact else 1, **settings)
         for way in ({}, change)

@@ -128,6 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "teacher": ("make_with_teacher", {"teacher": TeacherConfig(after_step=1)}, {}),
     "pretraining": ("make_pretraining", {"validates": True}, {}),
     "lora": ("make_lora_config", {}, {}),
+    "lora by language": ("make_by_language", {"validates": True}, {}),
     "freeze": ("make_config", {"freeze": PARTS}, {}),
     "mixed": ("make_mixed", {}, {}),
     "diagnostics": ("make_config", {"validates": True, "diagnostics": EAGER}, {}),

@@ -11,14 +11,17 @@ import torch
 
 from effasr.checkpoint import (
     CheckpointError,
+    load_best,
     load_model,
     read_description,
     read_tokenizer,
     resolve,
     save_model,
 )
+from effasr.cli.main import main
 from effasr.data.manifest.reader import read
 from effasr.data.tokenizer import load_tokenizer, train_tokenizer
+from effasr.decoding.config import DecodingConfig
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.tensor_files import read_whole
 from effasr.evaluation.evaluate import evaluate
@@ -119,6 +122,44 @@ def test_a_file_that_lacks_half_an_adapter_is_refused(make_lora_config, tmp_path
         load_model(path)
 
 
+def test_adapters_by_language_decode_together_and_export_each(
+    make_by_language, tmp_path, caplog, capsys
+):
+    """Of a manifest of three languages; merged for one, that language is as it was."""
+    manifest = f"{tmp_path}/spoken.jsonl"
+    config = make_by_language(data={"validation": [manifest]}, training={"validate_every": 6})
+    assert run(config) == 0
+    assert "6 of 40 utterances are in languages without an adapter" in caplog.text
+    loaded, cuts = load_best(tmp_path / "run"), list(read(manifest))
+    assert loaded.model.config.language_adapters == ("en", "de")
+    best = min(line["wer"] for line in read_lines(tmp_path / "run" / "validation.jsonl"))
+    assert evaluate(loaded.model, loaded.tokenizer, cuts).errors.wer == best
+
+    def texts_of(one):
+        method = DecodingConfig(method="attention")
+        result = evaluate(one.model, one.tokenizer, cuts, config=method)
+        return {x.id: x.hypothesis for x in result.utterances}
+
+    together, texts = texts_of(loaded), {}
+    command = ["export", str(tmp_path / "run"), "", "--format", "effasr", "--merge-language"]
+    for code in ("en", "de"):
+        command[2] = str(tmp_path / code)
+        assert main([*command, code]) == 0
+        one = load_best(tmp_path / code)
+        assert not adapters(one.model)
+        texts[code] = texts_of(one)
+    languages = {cut.id: cut.supervisions[0].language for cut in cuts}
+    for name, code in languages.items():
+        assert code == "fr" or together[name] == texts[code][name]
+    assert texts["en"] != texts["de"]
+    command[2] = str(tmp_path / "fr")
+    assert main([*command, "fr"]) == 2
+    assert "`--merge-language` must be a language that has adapters (en, de), but is 'fr'" in (
+        capsys.readouterr().err
+    )
+    assert "speech in 'fr' uses the weights without an adapter" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "adpsgd"])
 @pytest.mark.extended
@@ -157,6 +198,16 @@ def test_error_messages(make_lora_config, make_config, tones):
         (
             make_config(training=LOOP | {"strategy": ASYNCHRONOUS[0]}),
             r"`training.freeze_steps` must be null with .* adpsgd",
+        ),
+        (
+            make_lora_config(lora=replace(LORA, by_language=("nl",))),
+            "`lora.by_language` must name languages of the training data, but is nl",
+        ),
+        (
+            make_lora_config(
+                lora=replace(LORA, by_language=("en",), targets=("*relative_k_proj",))
+            ),
+            "`lora.by_language` must be empty to adapt encoder.layers.0.self_attn.relative_k",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -329,6 +329,12 @@ def partly_frozen_text(context: DistributedContext):
         alike(context, mixed, with_loop(with_text(), freeze=frozen))
 
 
+def of_languages(number: int) -> Batch:
+    batch = uneven_batch(number)
+    counts = torch.arange(batch.tokens.layout.num_sequences)
+    return replace(batch, expert=(counts + number) % 3)
+
+
 def adapters_and_a_frozen_layer(context: DistributedContext):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(context.broadcast(folder)) / "base"
@@ -340,6 +346,8 @@ def adapters_and_a_frozen_layer(context: DistributedContext):
         lora = LoRAConfig(rank=3, alpha=6.0, also_train=("*norm*", "ctc_head"))
         adapted = replace(plain, init_from=str(path), lora=lora)
         alike(context, uneven_batch, adapted, strategies=("ddp", "fsdp2"))
+        languages = replace(adapted, lora=replace(lora, by_language=("de", "nl")))
+        alike(context, of_languages, languages, strategies=("ddp", "fsdp2"))
         local_sgd = LocalSGDConfig(period=2, warmup_steps=1)
         for config, loop in (
             (adapted, {"strategy": "local_sgd", "local_sgd": local_sgd}),

@@ -36,6 +36,7 @@ class BaseCorpus:
     mixture: Mixture | None = None  # None without shares
     fingerprint: str  # of lengths, texts, sources and order, which a resumed run compares
     seconds: float = 0.0  # of all speech
+    experts: np.ndarray | None = None  # int64 (n,), see `Batch.expert`
     # The most frequent one, which model cards and defaults use; unused of conversations
     prompt: Prompt = field(default_factory=Prompt)
     eos_id: int

@@ -51,7 +51,6 @@ class Corpus(BaseCorpus):
     _monotonic: np.ndarray
     _prompts: tuple[Prompt, ...]
     _prompt_ids: np.ndarray
-    _experts: np.ndarray | None = None
     _silence: np.ndarray | None = None  # samples of silence of each utterance
     assumed: int = 0  # utterances whose lines name no language
 
@@ -174,7 +173,7 @@ class Corpus(BaseCorpus):
             padded=padded,
             framing=self.shape.framing,
         )
-        return batch if self._experts is None else with_experts(batch)
+        return batch if self.experts is None else with_experts(batch)
 
     def with_text(self, text: TextCorpus) -> Corpus:
         """Return the same utterances with text pairs for text-only micro-batches."""
@@ -187,7 +186,7 @@ class Corpus(BaseCorpus):
         used = np.unique(self._prompt_ids)
         by_prompt = np.zeros(len(self._prompts), dtype=np.int64)
         by_prompt[used] = [number(self._prompts[index]) for index in used.tolist()]
-        return replace(self, _experts=by_prompt[self._prompt_ids])
+        return replace(self, experts=by_prompt[self._prompt_ids])
 
     @property
     def speakers(self) -> int:
@@ -253,7 +252,7 @@ class Corpus(BaseCorpus):
         except AudioError as error:
             raise AudioError(error.problem, f"utterance {name!r}: {error}") from error
         tokens = self._tokens[self._rows[index]].tolist()
-        expert = None if self._experts is None else int(self._experts[index])
+        expert = None if self.experts is None else int(self.experts[index])
         if not tokens:
             room = int(self.lengths.tokens[index])
             return Example(name, audio, [], None, reserved=room, expert=expert)

@@ -62,7 +62,6 @@ class TextCorpus(BaseCorpus):
     _prompt_lengths: np.ndarray
     _requests: tuple[tuple[Prompt, str | None], ...]
     _request_ids: np.ndarray
-    _experts: np.ndarray | None = None
     aligned: bool = False  # whether CTC and the transducer learn from the sources
 
     @classmethod
@@ -153,7 +152,7 @@ class TextCorpus(BaseCorpus):
 
     def example(self, index: int) -> TextExample:
         written, split = self._written[index].tolist(), int(self._prompt_lengths[index])
-        expert = None if self._experts is None else int(self._experts[index])
+        expert = None if self.experts is None else int(self.experts[index])
         source = self._read[index].tolist()
         return TextExample(self.name(index), source, written[:split], written[split:], expert)
 
@@ -171,12 +170,12 @@ class TextCorpus(BaseCorpus):
         # Strategies other than packed, which pad, are refused by `DataConfig`.
         options = {"eos_id": self.eos_id, "pad_id": self.pad_id, "aligned": self.aligned}
         batch = collate_text(examples, shape or self.shape, **options)
-        return batch if self._experts is None else with_experts(batch)
+        return batch if self.experts is None else with_experts(batch)
 
     def with_experts(self, number: Callable[[Prompt, str | None], int]) -> TextCorpus:
         """Return the same pairs, with the expert of each by its prompt and what it comes from."""
         by_request = np.array([number(*request) for request in self._requests], dtype=np.int64)
-        return replace(self, _experts=by_request[self._request_ids])
+        return replace(self, experts=by_request[self._request_ids])
 
     def plan(
         self,

@@ -16,6 +16,7 @@ from effasr.data.features.frame_geometry import Framing
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.tokenizer import Tokenizer
 from effasr.model.asr import ASRModel
+from effasr.nn.experts import EncoderOutput
 from effasr.nn.parameters import evaluating
 from effasr_kernels import PackedSequence, linear_cross_entropy, pack
 
@@ -172,7 +173,8 @@ class Probe:
         if model.decoder is not None:
             sums += ProbeSums(targets=float(batch.num_targets), own=float(losses.cross_entropy))
             if len(sequences) > 1:
-                rotated = pack([*sequences[1:], sequences[0]])
+                others = pack([*sequences[1:], sequences[0]])
+                rotated = EncoderOutput(others.values, others.layout, batch.expert)
                 sums += ProbeSums(
                     paired_targets=float(batch.num_targets),
                     paired_own=float(losses.cross_entropy),
