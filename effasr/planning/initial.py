@@ -14,6 +14,7 @@ import torch
 
 from effasr import checkpoint, config
 from effasr.data.config import DataConfig
+from effasr.data.features.config import UNDERSTOOD_WINDOW_S
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.manifest.reader import iterate
 from effasr.data.sampling.plan import UtteranceLengths
@@ -40,8 +41,6 @@ WARMUP, TIMED = 4, 8  # steps that are not timed, and those after them that are
 _MOST_S = 60.0  # time after which no further step is timed
 
 _VALIDATED = 16  # utterances decoded for the time of a validation
-
-_LEAST_WITHOUT_SILENCE = 0.25  # hours that teach a Whisper that speech ends without silence
 
 _MOST_MICRO_BATCHES = 4  # of a timed step: an update takes little beside as many
 
@@ -97,8 +96,8 @@ class Initial:
                 memory=target_bytes(CalibrationConfig(), choose_device("auto"), os.environ),
                 new_head=new_head,
             )
-            if counts.hours >= _LEAST_WITHOUT_SILENCE or new_head:
-                features = replace(features, minimum_s=0.0)
+            window = 0.0 if new_head else min(features.minimum_s, UNDERSTOOD_WINDOW_S)
+            features = replace(features, minimum_s=window)
             framing = features.framing
         if reader is None and tokenizer.is_dir() and any(tokenizer.iterdir()):
             reader = load_tokenizer(tokenizer)

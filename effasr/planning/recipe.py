@@ -259,8 +259,9 @@ def _model(request: RecipeRequest) -> str:
                 warmup_steps=max(50, request.steps // 10),
             )
         silence = adapters = ""
-        if start.silence and not request.framing.minimum:
-            silence = _fill("without_silence", seconds=start.silence)
+        window = request.framing.minimum * request.framing.seconds
+        if window < start.silence:
+            silence = _fill("less_silence", window=window, seconds=start.silence)
         if start.needs_adapters:
             full, memory = start.full_bytes / 1e9, start.memory / 1e9
             adapters = _fill("adapters", full=full, memory=memory)

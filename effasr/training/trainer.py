@@ -18,6 +18,7 @@ import torch
 from effasr import ranges
 from effasr.checkpoint import read_description
 from effasr.checks import check
+from effasr.data.features.config import UNDERSTOOD_WINDOW_S
 from effasr.data.micro_batch_loader import StepBatch
 from effasr.data.prompt import Prompt
 from effasr.data.worker_processes import check_open_files
@@ -452,12 +453,19 @@ class Trainer:
         before, metric = progress.before, self.validate and self.validate.metric
         if before is None or metric is None or metric.is_better(progress.best, before):
             return
+        remedies = "search with --beam 4, which repeats less; train longer (training.max_steps)"
+        data, features = self.config.data, self.config.model.features
+        if features.minimum_s < UNDERSTOOD_WINDOW_S:
+            budget = data.frame_budget
+            frames = "" if budget == "auto" else f"data.frame_budget={max(2500, budget)} "
+            remedies += (
+                "; or, which takes far fewer steps, begin anew with more silence "
+                f"(model.features.minimum_s={UNDERSTOOD_WINDOW_S:g} {frames}"
+                f"name={self.config.name}2)"
+            )
         log.warning(
-            "no validation reached the %s of %.4g that the model had before, with its silence: "
-            "search with --beam 4, which repeats less; train longer (training.max_steps); or "
-            "begin anew with that silence "
-            "(model.features.minimum_s=30 data.frame_budget=3000 data.micro_batches=4 name=%s2).",
-            *(metric.name, before, self.config.name),
+            "no validation reached the %s of %.4g that the model had before, with its silence: %s.",
+            *(metric.name, before, remedies),
         )
 
     def _window_of_source(self) -> float | None:

@@ -227,14 +227,15 @@ def test_fine_tuning_follows_the_size_and_the_memory(
         path="models/start", parameters=parameters, is_whisper=is_whisper, silence=30.0,
         memory=int(memory),
     )  # fmt: skip
-    for framing in (Framing(subsampling=2, minimum=1500), Framing(subsampling=2)):
+    for framing in (Framing(subsampling=2, minimum=1500), Framing(subsampling=2, minimum=500)):
         path = tmp_path / "recipe.yaml"
         path.write_text(recipe_text(replace(made.request, start=start, framing=framing)))
         settings = read_yaml(path)
         assert float(settings["optimizer"]["lr"]) == pytest.approx(lr)
         assert ("lora" in settings) == has_adapters
-        # Without silence only where the audio is counted so.
-        assert ("model" in settings) == (framing.minimum == 0)
+        # The window for which the audio is counted, where it is not the model's.
+        window = settings.get("model", {"features": {"minimum_s": 30.0}})["features"]["minimum_s"]
+        assert window == framing.minimum * framing.seconds
         training = settings["training"]
         assert training["patience"] == 4
         assert training["max_steps"] / training["validate_every"] == pytest.approx(10, rel=0.3)

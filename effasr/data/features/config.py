@@ -12,6 +12,10 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 _MOST_HOPS = {8: 14, 4: 6, 2: 3}
 """Largest window length in hops, by the mel rows of the slot that separates utterances."""
 
+# With windows of 10 s a Whisper makes no more errors than with 30 s before any training. With less
+# it repeats itself, and unlearns that slowly (docs/finetuning.md, "Silence").
+UNDERSTOOD_WINDOW_S = 10.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureConfig:
