@@ -1,4 +1,4 @@
-"""Running means and variances of batch norms, which gradients do not keep equal or finite."""
+"""Running statistics, as of batch norms, which gradients do not keep equal or finite."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Return the running means and variances in a model: the buffers themselves, not copies."""
+    """Return the running statistics in a model: the buffers themselves, not copies."""
     return [
         buffer
         for module in model.modules()
-        for name in ("running_mean", "running_var")
+        for name in ("running_mean", "running_var", "running_duration")
         if isinstance(buffer := getattr(module, name, None), Tensor)
     ]
 

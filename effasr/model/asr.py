@@ -216,6 +216,8 @@ class ASRModel(nn.Module):
         passed = [encoded.values]
         cross_entropy = penalty = ctc = transducer = None
         is_speech = batch.source is None
+        if is_speech and self.text_encoder is not None:
+            self.text_encoder.learn_durations(batch.text, batch.frames)
         is_aligned = is_speech or self.shared_layers > 0
         if self.ctc_head is not None and is_aligned:
             with ranges.range("ctc"):
@@ -371,7 +373,7 @@ class ASRModel(nn.Module):
         read = text(source, self._only_of_speech(), expert)
         if self.shared_layers:
             assert isinstance(self.encoder, FastConformerEncoder)
-            read = text.upsampled(read)
+            read = text.upsampled(read, source.values)
             route_rows(self.encoder, expert, read.layout)
             read = self.encoder.encode_text(read, self.shared_layers)
         return EncoderOutput(read.values, read.layout, expert)

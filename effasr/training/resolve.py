@@ -302,6 +302,7 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("model.spec_augment.after_ctc", "model.spec_augment.time_masks", _GIVEN),
     ("model.language_model.adapter_width", "model.language_model.adapter", ("is", ("mlp",))),
     ("model.text_encoder.upsample", "model.text_encoder.shared_layers", _GIVEN),
+    ("model.text_encoder.durations", "model.text_encoder.shared_layers", _GIVEN),
     ("model.text_encoder.mask", "model.text_encoder.shared_layers", _GIVEN),
     ("model.encoder.position_dropout", "model.encoder.position", ("is", ("relative",))),
 )

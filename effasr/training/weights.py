@@ -169,7 +169,8 @@ def _load_for_tokenizer(
     initial = model.state_dict()
 
     def move_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name in weights.keys() & initial.keys() & set(TOKEN_TABLES):
+        tables = {*TOKEN_TABLES, "text_encoder.running_duration"}
+        for name in weights.keys() & initial.keys() & tables:
             old = weights[name]
             weights[name] = _with_moved_rows(
                 old, initial[name], moves, description.vocab_size, tokenizer.vocab_size

@@ -7,10 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effasr.data.batch import StaticShape
 from effasr.data.collate import TextExample, collate_text
+from effasr.distributed.batch_norm import running_statistics
 from effasr.interop.huggingface.checkpoint import export_model
 from effasr.model.asr import ASRModel
 from effasr.model.cost import text_cost_model
-from effasr.model.text_encoder import TextEncoderConfig
+from effasr.model.text_encoder import TextEncoder, TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr_kernels import PackedLayout, PackedSequence, best_alignment_loss
 from tests.support.small_model import check_compiled
@@ -134,11 +135,59 @@ def test_masked_tokens_are_not_seen_in_training(config):
     masked = replace(config, text_encoder=replace(SHARED, mask=0.5), ctc=True)
     model = ASRModel(masked, VOCABULARY)
     read = PackedSequence(torch.ones(40, 4), PackedLayout.from_lengths([40]))
-    rows = model.text_encoder.upsampled(read).values.view(40, 3, 4)
+    tokens = torch.zeros(40, dtype=torch.int64)
+    rows = model.text_encoder.upsampled(read, tokens).values.view(40, 3, 4)
     hidden = (rows == 0).all(2)
     assert (hidden.all(1) == hidden.any(1)).all()
     assert 5 < hidden[:, 0].sum() < 35
-    assert model.eval().text_encoder.upsampled(read).values.all()
+    assert model.eval().text_encoder.upsampled(read, tokens).values.all()
+
+
+LEARNT = replace(SHARED, durations="learnt")
+
+
+def test_durations_are_learnt_from_the_lengths_of_utterances():
+    """Exactly where lengths are sums; silence is shared, and a token that is not heard stays."""
+    model, random = TextEncoder(LEARNT, 16, VOCABULARY).train(), np.random.default_rng(0)
+    before = model.running_duration.clone()
+    known = torch.tensor([1.0, 2, 3, 5, 8, 9])
+    for step in range(400):
+        texts = [random.integers(0, 6, size=random.integers(0, 9)) for _ in range(4)]
+        lengths = [0 if step % 2 and not n else int(known[x].sum()) for n, x in enumerate(texts)]
+        texts = [x[:0] if not length else x for x, length in zip(texts, lengths, strict=True)]
+        layout = PackedLayout.from_lengths(list(map(len, texts)), rows=40)
+        ids = torch.tensor(
+            np.concatenate([*texts, np.full(40 - layout.total, 7)]), dtype=torch.int64
+        )
+        model.learn_durations(PackedSequence(ids, layout), PackedLayout.from_lengths(lengths))
+    assert model.running_duration in running_statistics(model)
+    torch.testing.assert_close(model.running_duration[:6], known, rtol=0.01, atol=0.01)
+    assert torch.equal(model.running_duration[6:], before[6:])
+    learnt = model.running_duration.clone()
+    model.eval().learn_durations(PackedSequence(ids, layout), PackedLayout.from_lengths(lengths))
+    assert torch.equal(model.running_duration, learnt)
+
+
+def test_long_tokens_have_more_of_as_many_rows():
+    torch.manual_seed(0)
+    model = TextEncoder(LEARNT, 16, VOCABULARY).double().eval()
+    layout = PackedLayout.from_lengths([2, 0, 4, 1], rows=10)
+    tokens = torch.tensor([4, 5, 5, 4, 6, 7, 5, 0, 0, 0])
+    values = torch.randn(10, 16, dtype=torch.float64, requires_grad=True)
+    read = PackedSequence(values, layout)
+    # All are the same at first.
+    fixed = values.repeat_interleave(3, 0)
+    assert torch.equal(model.upsampled(read, tokens).values, fixed)
+    # 2 to 1 in 6 rows; 1 to 2 to 6.3 to 0.01 in 12, and each has one; all 3 where it is alone.
+    model.running_duration[4:8] = torch.tensor([2.0, 1.0, 6.3, 0.01])
+    rows = model.upsampled(read, tokens)
+    counts = [4, 2, 1, 3, 7, 1, 3, 3, 3, 3]
+    expected = values.repeat_interleave(torch.tensor(counts), 0)
+    assert rows.layout.cu_seqlens.tolist() == [0, 6, 6, 18, 21]
+    assert torch.equal(rows.values, expected)
+    gradient = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(x, values, gradient)[0] for x in (rows.values, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("text", [TEXT, SHARED], ids=["none shared", "one shared"])
@@ -177,13 +226,15 @@ def test_both_kinds_compile_once_each_and_without_a_break(config, examples, make
         config,
         encoder=replace(config.encoder, layers=1),
         decoder=replace(config.decoder, layers=1),
-        text_encoder=replace(TEXT, layers=1),
+        text_encoder=replace(LEARNT, layers=1),
         transducer=None,
     )
     model = ASRModel(small, VOCABULARY).train()
     shape = StaticShape(40, 50, 6)
-    kinds = [make_batch(examples, static=True), batch_of(PAIRS, shape)]
-    again = [make_batch(examples[::-1], static=True), batch_of(PAIRS[::-1], shape)]
+    kinds, again = (
+        [make_batch(x, static=True), batch_of(y, shape, aligned=True)]
+        for x, y in ((examples, PAIRS), (examples[::-1], PAIRS[::-1]))
+    )
     check_compiled(model, [*kinds, *again], graphs=2, label_smoothing=0.1)
     torch._dynamo.reset()
 

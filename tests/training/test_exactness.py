@@ -32,7 +32,7 @@ from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.run_ranks import recipe_of, started, train_on_ranks
 from tests.support.sources import SOURCES, make_source
-from tests.training.conftest import at_step
+from tests.training.conftest import TEXT_ENCODER, at_step
 from tests.training.test_faults import wait_for
 
 MEASURED = {
@@ -113,6 +113,7 @@ WSD = ScheduleConfig(name="wsd", warmup_steps=1)
 EAGER = DiagnosticsConfig(ctc_epochs=1, ctc_steps=0, validations=2)
 PARTS = ("encoder.layers.*.conv", "decoder.embed_tokens")
 LSTM = TransducerConfig(width=12, joint=12, dropout=0.1)
+LEARNT = replace(TEXT_ENCODER, shared_layers=1, durations="learnt")
 STATELESS = replace(LSTM, predictor="stateless")
 SILENCE = {"silence_padding": SilencePaddingConfig(seconds=0.2)}
 BUCKETED = {"strategy": "sync_bucketed_2d", "buckets": 3}
@@ -120,6 +121,7 @@ BUCKETED = {"strategy": "sync_bucketed_2d", "buckets": 3}
 # Of each run: its fixture, the loop and other settings; "model" has the fields that differ.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text": ("make_with_text", {}, {}),
+    "text of learnt durations": ("make_with_text", {}, {"model": {"text_encoder": LEARNT}}),
     "text alone": ("make_text_alone", {"freeze": ("encoder",)}, {}),
     "llama": ("make_talks", {}, {"kind": "llama"}),
     "t5": ("make_talks", {}, {"kind": "t5", "speech_input": "decoder"}),

@@ -212,7 +212,7 @@ def test_error_messages(make_with_text, tones, pairs, data, model, message):
 
 def test_recordings_of_speech_and_of_text_are_the_steps(make_with_text):
     config = resolve_config(make_with_text(), None)
-    text = replace(config.model.text_encoder, shared_layers=1)
+    text = replace(config.model.text_encoder, shared_layers=1, durations="learnt")
     config = replace(config, model=replace(config.model, text_encoder=text))
     results, vocabulary = [], find_tokenizer(config, None).vocab_size
     for is_recorded in (False, True):
