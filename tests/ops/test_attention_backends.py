@@ -218,13 +218,6 @@ def test_a_gpu_may_not_serve_every_width(
     assert f"on this GPU, not {width}" in reason
 
 
-def test_a_cpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert packages.capability(torch.device("cpu")) is None
-    if not torch.cuda.is_available():
-        assert packages.capability(torch.device("cuda")) is None
-
-
 @pytest.mark.parametrize(
     ("backend", "package"),
     [

@@ -271,9 +271,6 @@ BIAS = torch.zeros(HEADS, WIDTH)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"k": torch.zeros(111, 2, 24).double()}, "`k` must be float32, but is torch.float64"),
-        ({"k": torch.zeros(111, 2, 24, device="meta")}, "`k` must be on a CPU, but is on meta"),
-        ({"v": torch.zeros(110, 2, 24)}, r"`v` must have shape \(111, 2, 24\), but is \(110, 2, "),
         (
             {"layout_q": _layout(0, 5, 5, 38, 39, 109, dtype=torch.int64)},
             "`layout_q.cu_seqlens` must be int32",
@@ -284,17 +281,9 @@ BIAS = torch.zeros(HEADS, WIDTH)
                 *((0, 9, 5, 39, 40, 109), (0, 9, 15, 39, 40, 112), (1, 9, 15, 39, 40, 41)),
             )
         ),
-        ({"layout_k": _layout(0, 9)}, "`layout_k` must have 5 sequences, as `layout_q` does"),
-        *(
-            (
-                {"position": (BIAS, BIAS, torch.zeros(rows, HEADS, WIDTH))},
-                r"`position.table` must have an odd number of at least 2 \* 70 - 1 rows",
-            )
-            for rows in (137, 142)
-        ),
         (
-            {"position": (BIAS[:1], BIAS, torch.zeros(139, HEADS, WIDTH))},
-            r"`position.content_bias` must have shape \(2, 24\)",
+            {"position": (BIAS, BIAS, torch.zeros(137, HEADS, WIDTH))},
+            r"`position.table` must have an odd number of at least 2 \* 70 - 1 rows",
         ),
     ],
     ids=lambda x: None if isinstance(x, dict) else x[:40],

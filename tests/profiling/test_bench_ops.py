@@ -226,10 +226,6 @@ def test_what_takes_too_long_has_no_row(capsys: pytest.CaptureFixture[str]) -> N
 # --- the transducer's peers -----------------------------------------------------------------------
 
 
-def _batch(frames: list[int], labels: list[int]) -> transducer.Batch:
-    return transducer.draw(WORKLOAD, frames, labels, joint=6, classes=9)
-
-
 def test_work_of_a_large_batch_is_the_registered_one() -> None:
     gold = judge(RNNT)
     assert RNNT.small is None
