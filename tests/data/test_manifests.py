@@ -9,7 +9,7 @@ from lhotse.cut import Cut
 
 from effasr.data.audio.embedded import TarMember
 from effasr.data.audio.waveform import AudioSegment, audio_path, load_audio
-from effasr.data.index.columns import AudioColumnsBuilder, RaggedBuilder
+from effasr.data.index.columns import AudioColumnsBuilder
 from effasr.data.manifest.cuts import audio_of, prompt_of
 from effasr.data.manifest.reader import deciding_files, read
 from effasr.data.manifest.row import absolute
@@ -287,21 +287,3 @@ def test_other_cuts_are_kept_as_cuts(others):
         assert columns.name(row) == selected.id == cut.id
         assert audio_of(selected) == audio_of(cut)
         assert np.array_equal(load_audio(selected), load_audio(cut))
-
-
-def test_ragged_arrays():
-    rows = [[3, 1], [], [-4, 2**31 - 1, 7]]
-    first, second = RaggedBuilder("i"), RaggedBuilder("i")
-    first.append(rows[0])
-    for row in rows[1:]:
-        second.append(row)
-    first.extend(second)
-    assert len(first) == 3
-    built = first.build()
-    assert [built[index].tolist() for index in range(3)] == rows
-    assert built.lengths.tolist() == [2, 0, 3]
-    assert built.values.dtype == np.int32
-    for order in ([0, 1, 2], [2, 0], [1]):
-        expected = [value for index in order for value in rows[index]]
-        assert np.concatenate([*built.blocks(np.array(order))]).tolist() == expected
-    assert RaggedBuilder().build().lengths.tolist() == []

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lhotse import AudioSource, CutSet, Recording, RecordingSet
+from lhotse import CutSet, Recording, RecordingSet
 
 from effasr.config import ConfigError, from_mapping
 from effasr.data.audio.augmentation import augmenter
@@ -170,19 +170,12 @@ def test_a_telephone_has_no_high_tones_and_coarse_steps() -> None:
     assert np.abs(telephone(8 * low)).max() < 1.5
 
 
-GONE = Recording("r", [AudioSource("file", [0], "gone.wav")], RATE, RATE, 1.0)
-
-
-def white_noise(samples: int, seed: int = 0) -> np.ndarray:
-    return (0.1 * np.random.default_rng(seed).standard_normal(samples)).astype(np.float32)
-
-
 @pytest.fixture
 def noises(tmp_path: Path) -> Path:
     """A folder of three recordings, one of them in a folder in it."""
     (tmp_path / "noises/deeper").mkdir(parents=True)
     for number, name in enumerate(("a.wav", "b.flac", "deeper/c.wav")):
-        soundfile.write(tmp_path / "noises" / name, white_noise(4000 + 3000 * number, number), RATE)
+        soundfile.write(tmp_path / "noises" / name, white(4000 + 3000 * number, number), RATE)
     return tmp_path / "noises"
 
 
@@ -191,7 +184,7 @@ def rooms(tmp_path: Path) -> Path:
     folder = tmp_path / "rooms"
     folder.mkdir()
     for number in range(2):
-        response = white_noise(2000, number) * np.exp(-np.arange(2000) / 300).astype(np.float32)
+        response = white(2000, number) * np.exp(-np.arange(2000) / 300).astype(np.float32)
         response[20] = 0.9
         soundfile.write(folder / f"{number}.wav", response, RATE)
     return folder
@@ -308,7 +301,7 @@ def test_no_utterance_is_dropped_for_its_silence(nemo, tokenizer, limits, longes
 
 
 def test_the_sound_of_silence() -> None:
-    speech = white_noise(RATE)
+    speech = white(RATE)
     kinds = []
     for seed in range(100):
         padded, begin = with_silence(speech, 8000, np.random.default_rng(seed))
@@ -365,7 +358,7 @@ def test_the_last_part_of_a_clip_of_any_rate_is_whole(
 ) -> None:
     monkeypatch.setattr(augmenter, "_WHOLE", 100)
     for extra in range(24):
-        soundfile.write(tmp_path / f"{extra:02}.wav", white_noise(rate // 4 + extra), rate)
+        soundfile.write(tmp_path / f"{extra:02}.wav", white(rate // 4 + extra), rate)
     result = Clips.load([tmp_path], "noise")
     for index, length in enumerate(result.samples.tolist()):
         for start in (0, 1, 7, length - 500, length - 50):
@@ -415,13 +408,11 @@ def test_unreadable_noise_follows_on_bad_audio(
             {"audio_filepath": "noises/a.wav", "offset": 3, "duration": 1},
             r"`offset` is 3 s, but the file ends at 0\.25 s",
         ),
-        ({"audio_filepath": "noises/a.wav", "offset": "x"}, r"m\.jsonl:1: `offset`"),
         (
             {"id": "a", "start": 0, "duration": 1, "channel": 0, "type": "MonoCut"},
             r"m\.jsonl:1: cut 'a' has no recording",
         ),
         ({"something": 1}, r"m\.jsonl:1: neither a line with `audio_filepath`"),
-        (GONE.to_dict(), r"gone\.wav: there is no such file"),
     ],
 )
 @pytest.mark.usefixtures("noises")
@@ -452,31 +443,20 @@ def test_the_plan_is_known_again_by_the_recordings(
         ({"noise": {"manifests": "x", "probability": 0}}, "`probability` must be greater than 0"),
         ({"noise": {"manifests": "x", "probability": 1.5}}, "at most 1, but is 1.5: leave `noise`"),
         ({"noise": {"manifests": "x", "snr": [9, 3]}}, r"`snr` must be .*, but is \[9, 3\]"),
-        ({"noise": {"manifests": "x", "snr": 5}}, r"snr` must be a list of 2, but is 5\.$"),
         ({"reverberation": {}}, "either `manifests` or `simulated: true` .* neither is"),
         ({"reverberation": {"manifests": "x", "simulated": True}}, "but both are"),
         ({"reverberation": {"simulated": True, "decay_time": [0.05, 1]}}, r"but is \[0\.05, 1\]"),
         ({"telephone": {"probability": 0}}, "leave `telephone` null"),
-        ({"gain": {}}, r"`a\.gain` is an unknown field"),
-    ],
-)
-def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        from_mapping(AudioAugmentationConfig, mapping, "a")
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
         ({"seconds": 0}, "`seconds` must be a number greater than 0.* but is 0.0"),
         ({"seconds": [1, 0.5]}, r"but is \[1.0, 0.5\]: \[0.2, 1.5\] is usual"),
         ({"seconds": [1, 60]}, "up to 30"),
         ({"probability": 0}, "leave `silence_padding` null"),
     ],
 )
-def test_silence_is_checked(mapping: dict, message: str) -> None:
+def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
+    is_silence = mapping.keys() <= {"seconds", "probability"}
     with pytest.raises(ConfigError, match=message):
-        from_mapping(SilencePaddingConfig, mapping, "data.silence_padding")
+        from_mapping(SilencePaddingConfig if is_silence else AudioAugmentationConfig, mapping, "a")
 
 
 def test_a_file_name_of_noise_need_not_be_utf8(tmp_path: Path) -> None:

@@ -90,8 +90,6 @@ def test_what_cannot_be_drawn_is_refused() -> None:
     sources, amounts = corpus((3,))
     with pytest.raises(ValueError, match=r"`quotas\[1\]` must be 0 for a source without utter"):
         population(sources, amounts, (1, 1), seed=0, epoch=0)
-    with pytest.raises(ValueError, match="`epoch` must be at least 0"):
-        population(sources, amounts, (1,), seed=0, epoch=-1)
     amounts[1] = 0
     with pytest.raises(ValueError, match=r"`amounts\[1\]` must be at least 1, but is 0"):
         population(sources, amounts, (1,), seed=0, epoch=0)
@@ -144,5 +142,3 @@ def test_sources_without_a_quota_are_not_drawn(uneven):
     even = even_population(lengths, sources, (0, 9_000, 0), seed=1, epoch=2)
     assert set(sources[even].tolist()) == {1}
     assert not even_population(lengths, sources, (0, 0, 0), seed=1, epoch=2).size
-    with pytest.raises(ValueError, match="`epoch` must be at least 0"):
-        even_population(lengths, sources, QUOTAS, seed=1, epoch=-1)

@@ -118,11 +118,6 @@ def test_unknown_languages_are_refused_with_the_known_ones(tokenizer, both) -> N
         tokenizer.prompt(Prompt("en", "de", "translate"))
 
 
-def test_unknown_characters_are_counted(both: SentencePieceTokenizer) -> None:
-    assert both.count_unknown(both.encode("one two", "en")) == 0
-    assert both.count_unknown(both.encode("one ж two ц", "en")) == 2
-
-
 def test_training_is_deterministic_and_silent(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     for name in ("a", "b"):
         train_tokenizer({"en": iter(ENGLISH)}, tmp_path / name, vocab_size=30)

@@ -144,14 +144,7 @@ def test_a_question_has_the_rows_of_training(tokenizer, tmp_path):
         provided = np.where((whole < 0) & (whole != CLIP), ~whole, whole)
         assert np.array_equal(provided[: len(requested)], requested)
         assert (whole[len(requested) :] < 0).all()
-
-
-def test_a_template_without_an_end_gets_one(tmp_path):
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    plain += "{% if add_generation_prompt %}assistant: {% endif %}"
-    other = load_tokenizer(write_tokenizer(tmp_path, plain))
-    rows = conversation_rows(TALK[1:3], other)
-    assert text_of(rows, other, written=True) == "hello world<|im_end|>"
+        assert text_of(whole, item, written=True).endswith("hello again<|im_end|>")
 
 
 def test_templates_run_in_a_sandbox(tmp_path):
