@@ -70,6 +70,14 @@ def without_onednn(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def whisper_checkpoint(tmp_path_factory):
+    from tests.interop.whisper import make_whisper
+
+    make_whisper(folder := tmp_path_factory.mktemp("whisper"))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def cpp_extension(tmp_path_factory):
     """Where packages lie with the CPU kernels of csrc/, once for all processes of a run of tests.
 

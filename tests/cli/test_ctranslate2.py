@@ -16,21 +16,14 @@ from effasr.data.prompt import Prompt
 from effasr.interop.huggingface import ctranslate2 as module
 from effasr.interop.huggingface.checkpoint import import_model
 from tests.cli.conftest import write_rows
-from tests.interop.whisper import EOS, make_whisper, transformers
+from tests.interop.whisper import EOS, transformers
 
 package = pytest.importorskip("ctranslate2")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whisper")
-    make_whisper(folder)
-    return folder
-
-
 @pytest.fixture
-def imported(effasr, checkpoint, tmp_path):
-    assert effasr("import", checkpoint, tmp_path / "imported").code == 0
+def imported(effasr, whisper_checkpoint, tmp_path):
+    assert effasr("import", whisper_checkpoint, tmp_path / "imported").code == 0
     return tmp_path / "imported"
 
 
@@ -40,7 +33,7 @@ def export(effasr, imported, out, quantization):
 
 
 @pytest.mark.parametrize("quantization", ["float32", "float16", "bfloat16"])
-def test_there_and_back(effasr, imported, checkpoint, tmp_path, quantization):
+def test_there_and_back(effasr, imported, whisper_checkpoint, tmp_path, quantization):
     out = tmp_path / "out"
     done = export(effasr, imported, out, quantization)
     assert done.code == 0, done

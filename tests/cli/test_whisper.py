@@ -19,13 +19,6 @@ from tests.interop.whisper import EOS, SECONDS, make_whisper, transformers
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whisper")
-    make_whisper(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder, random = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     lines = []
@@ -38,9 +31,9 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture
-def settings(effasr, checkpoint, corpus, tmp_path):
+def settings(effasr, whisper_checkpoint, corpus, tmp_path):
     """Of a fine-tuning of the imported model, in which every step counts."""
-    assert effasr("import", checkpoint, tmp_path / "imported").code == 0
+    assert effasr("import", whisper_checkpoint, tmp_path / "imported").code == 0
     return [
         f"init_from={tmp_path}/imported", f"data.train={corpus / 'manifest.jsonl'}",
         "data.workers=0", f"output={tmp_path}", "data.frame_budget=210", "training.device=cpu",
@@ -64,10 +57,10 @@ def test_the_timing_of_transcribers(settings, corpus, tmp_path, joined, count):
 
 
 def test_the_trainer_of_transformers_is_run_for_seconds(
-    effasr, checkpoint, corpus, tmp_path, monkeypatch, capsys
+    effasr, whisper_checkpoint, corpus, tmp_path, monkeypatch, capsys
 ):
     pytest.importorskip("accelerate", reason="Seq2SeqTrainer needs it")
-    source, end = shutil.copytree(checkpoint, tmp_path / "source"), "<|endoftext|>"
+    source, end = shutil.copytree(whisper_checkpoint, tmp_path / "source"), "<|endoftext|>"
     tokens = {f"{name}_token": end for name in ("pad", "bos", "eos", "unk")}
     settings = json.dumps({"tokenizer_class": "WhisperTokenizer", **tokens})
     (source / "tokenizer_config.json").write_text(settings)
@@ -84,14 +77,14 @@ def test_the_trainer_of_transformers_is_run_for_seconds(
 
 
 def test_from_hugging_face_and_back(
-    effasr, checkpoint, corpus, settings, tmp_path, caplog, monkeypatch
+    effasr, whisper_checkpoint, corpus, settings, tmp_path, caplog, monkeypatch
 ):
     imported, out = tmp_path / "imported", tmp_path / "exported"
     audio = corpus / "0.wav"
     message = effasr("transcribe", "--run", imported, audio, "--json", "--no-fallback")
     assert message.code == 0, message
-    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(whisper_checkpoint).eval()
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(whisper_checkpoint)
     loaded = load_model(imported)
     wave = soundfile.read(audio, dtype="float32")[0]
     features = extractor(wave, sampling_rate=16_000, return_tensors="pt").input_features
@@ -155,9 +148,9 @@ def test_from_hugging_face_and_back(
 
 
 def test_alignment_heads_of_another_model_are_left_out_with_a_warning(
-    effasr, checkpoint, tmp_path, caplog
+    effasr, whisper_checkpoint, tmp_path, caplog
 ):
-    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    folder = shutil.copytree(whisper_checkpoint, tmp_path / "copy")
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "alignment_heads": [[5, 0]]}))
     assert effasr("import", folder, tmp_path / "imported").code == 0
@@ -165,9 +158,9 @@ def test_alignment_heads_of_another_model_are_left_out_with_a_warning(
     assert load_model(tmp_path / "imported").model.config.decoder.alignment_heads == ()
 
 
-def test_a_plan_tells_how_much_is_silence(effasr, checkpoint, corpus, tmp_path):
+def test_a_plan_tells_how_much_is_silence(effasr, whisper_checkpoint, corpus, tmp_path):
     imported, recipe = tmp_path / "imported", tmp_path / "recipe.yaml"
-    assert effasr("import", checkpoint, imported).code == 0
+    assert effasr("import", whisper_checkpoint, imported).code == 0
     recipe.write_text(f"init_from: {imported}\ndata: {{frame_budget: 400}}\n")
     plan = ("plan", "--recipe", recipe, "--manifest", corpus / "manifest.jsonl", "--world-size", 1)
     done = effasr(*plan)
@@ -180,9 +173,9 @@ def test_a_plan_tells_how_much_is_silence(effasr, checkpoint, corpus, tmp_path):
     assert "silence" not in effasr(*plan).out
 
 
-def test_another_window_is_that_of_the_changed_model(effasr, checkpoint, corpus, tmp_path):
+def test_another_window_is_that_of_the_changed_model(effasr, whisper_checkpoint, corpus, tmp_path):
     imported, shorter = tmp_path / "imported", tmp_path / "shorter"
-    assert effasr("import", checkpoint, imported).code == 0
+    assert effasr("import", whisper_checkpoint, imported).code == 0
     shutil.copytree(imported, shorter)
     description = (shorter / "model.yaml").read_text()
     assert "minimum_s: 2.0" in description
@@ -197,10 +190,12 @@ def test_another_window_is_that_of_the_changed_model(effasr, checkpoint, corpus,
     )
 
 
-def test_timestamps_that_a_tokenizer_does_not_list_stay_possible(effasr, checkpoint, tmp_path):
+def test_timestamps_that_a_tokenizer_does_not_list_stay_possible(
+    effasr, whisper_checkpoint, tmp_path
+):
     """As in the tokenizer.json of some folders of faster-whisper."""
     folder, out = tmp_path / "folder", tmp_path / "out"
-    shutil.copytree(checkpoint, folder)
+    shutil.copytree(whisper_checkpoint, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     added = tokenizer["added_tokens"]
     stamps = [x["id"] for x in added if "." in x["content"]]

@@ -115,11 +115,6 @@ def test_many_contexts_at_a_time_and_gzip(path, tmp_path) -> None:
                 assert float(scores[n, k, c]) == pytest.approx(alone * math.log(10))
 
 
-def test_a_model_without_unknown_words_all_but_forbids_them(path) -> None:
-    path.write_text(TOKENS.replace("-1.5\t<unk>\n", "").replace("1=6", "1=5"))
-    assert _log10(load_ngrams(path, V, EOS), [2, 2], 4) == pytest.approx(-100)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
@@ -143,16 +138,6 @@ def test_what_is_no_model_of_tokens_is_refused(old, new, match, path) -> None:
     if "token id" not in match:
         with pytest.raises(ValueError, match=match):
             load_word_ngrams(path)
-
-
-def test_binary_files_are_refused(tmp_path) -> None:
-    for name in ("lm.arpa", "lm.arpa.gz"):
-        path = tmp_path / name
-        path.write_bytes(b"mmap lm \xff\xfe\x00\x81")
-        with pytest.raises(ValueError, match="must be an ARPA file, plain or"):
-            load_ngrams(path, V, EOS)
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        load_word_ngrams(tmp_path / "gone.arpa")
 
 
 def test_texts_have_the_scores_of_the_same_model_over_tokens(path, lm) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from effasr.cli.main import main
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
@@ -198,13 +197,6 @@ def test_a_packed_batch_gives_the_same_logits_loss_and_gradients(theirs, ours, k
             assert error < 1e-4 * max(float(parameter.grad.abs().max()), 1e-2 * largest), name
     torch.optim.SGD(ours.parameters(), lr=1e-6).step()
     assert ours(batch).ctc.sum() < loss
-
-
-def test_help_of_import_names_the_classes(capsys):
-    with pytest.raises(SystemExit):
-        main(["import", "--help"])
-    text = capsys.readouterr().out
-    assert [x.name for x in CLASSES.values() if x.name not in text] == []
 
 
 def test_spec_augment_hides_frames_and_channels(ours):

@@ -44,26 +44,19 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 TOKENS = SpecialTokens(pad_id=EOS, bos_id=EOS, eos_id=EOS, decoder_start_id=EOS + 1)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whisper")
-    make_whisper(folder)
-    return folder
+@pytest.fixture
+def theirs(whisper_checkpoint):
+    return transformers.WhisperForConditionalGeneration.from_pretrained(whisper_checkpoint).eval()
 
 
 @pytest.fixture
-def theirs(checkpoint):
-    return transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
-
-
-@pytest.fixture
-def prompt(checkpoint):
+def prompt(whisper_checkpoint):
     names = "<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"
     return [make_tokenizer().token_to_id(name) for name in names]
 
 
-def load(checkpoint, minimum_s):
-    config, vocab_size, state = import_model(checkpoint)
+def load(whisper_checkpoint, minimum_s):
+    config, vocab_size, state = import_model(whisper_checkpoint)
     assert config.features.minimum_s == SECONDS
     config = dataclasses.replace(
         config, features=dataclasses.replace(config.features, minimum_s=minimum_s)
@@ -95,8 +88,8 @@ def alone(theirs, frames):
 
 @pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
 @pytest.mark.parametrize("minimum_s", [SECONDS, 0.0], ids=["window", "alone"])
-def test_encoder_logits_loss_and_gradients(minimum_s, static, checkpoint, theirs, prompt):
-    model, examples = load(checkpoint, minimum_s), spoken(LENGTHS, prompt)
+def test_encoder_logits_loss_and_gradients(minimum_s, static, whisper_checkpoint, theirs, prompt):
+    model, examples = load(whisper_checkpoint, minimum_s), spoken(LENGTHS, prompt)
     batch = packed(model, examples, static=static)
     encoded = model.encode(batch)
     hidden, _ = model.decode(batch.tokens, encoded)
@@ -137,8 +130,8 @@ def test_encoder_logits_loss_and_gradients(minimum_s, static, checkpoint, theirs
         torch.testing.assert_close(result[name] / scale, expected / scale, **TOLERANCE)
 
 
-def generated(theirs, checkpoint, example, **options):
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
+def generated(theirs, whisper_checkpoint, example, **options):
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(whisper_checkpoint)
     features = extractor(example.audio, sampling_rate=16_000, return_tensors="pt").input_features
     read, count = torch.tensor([example.prompt]), len(example.prompt)
     (tokens,) = theirs.generate(features, decoder_input_ids=read, max_length=40, **options).tolist()
@@ -147,12 +140,12 @@ def generated(theirs, checkpoint, example, **options):
 
 
 @torch.no_grad()
-def test_attention_of_the_alignment_heads(checkpoint, theirs, prompt):
+def test_attention_of_the_alignment_heads(whisper_checkpoint, theirs, prompt):
     """It is that of transformers, and gives each token a frame, in order."""
-    model, examples = load(checkpoint, SECONDS), spoken(LENGTHS, prompt)
+    model, examples = load(whisper_checkpoint, SECONDS), spoken(LENGTHS, prompt)
     encoded = model.encode(packed(model, examples, static=False))
     prompts, texts = [prompt] * len(examples), [example.text for example in examples]
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(checkpoint)
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(whisper_checkpoint)
     theirs.set_attn_implementation("eager")
     results = alignment_weights(model, encoded, prompts, texts)
     for example, weights in zip(examples, results, strict=True):
@@ -172,9 +165,9 @@ def test_attention_of_the_alignment_heads(checkpoint, theirs, prompt):
 
 
 @torch.no_grad()
-def test_transcripts_are_those_of_generate(checkpoint, theirs, prompt):
+def test_transcripts_are_those_of_generate(whisper_checkpoint, theirs, prompt):
     """Among them tokens that would be said, were they not suppressed."""
-    model, examples = load(checkpoint, SECONDS), spoken(LENGTHS, prompt)
+    model, examples = load(whisper_checkpoint, SECONDS), spoken(LENGTHS, prompt)
     encoded = model.encode(packed(model, examples, static=False))
     prompts, limits = [prompt] * len(examples), [36] * len(examples)
 
@@ -192,7 +185,7 @@ def test_transcripts_are_those_of_generate(checkpoint, theirs, prompt):
     barred = with_suppressed((always, 7), (first, EOS))
     theirs.generation_config.suppress_tokens = [always, 7]
     theirs.generation_config.begin_suppress_tokens = [first, EOS]
-    expected = [generated(theirs, checkpoint, example) for example in examples]
+    expected = [generated(theirs, whisper_checkpoint, example) for example in examples]
     for slots in (len(examples), 2):
         result = attention_greedy(barred, encoded, prompts, limits, EOS, slots=slots)
         assert [list(item.tokens) for item in result] == expected
@@ -225,12 +218,12 @@ def test_timestamps_are_those_of_generate(latest_initial, tmp_path, prompt):
     assert [list(item.tokens) for item in result] == expected
 
 
-def test_what_is_imported_is_exported_bit_by_bit(checkpoint, tmp_path):
-    model = load(checkpoint, SECONDS)
+def test_what_is_imported_is_exported_bit_by_bit(whisper_checkpoint, tmp_path):
+    model = load(whisper_checkpoint, SECONDS)
     assert export_model(model, tmp_path, TOKENS) == "WhisperForConditionalGeneration"
     before, after = (
         transformers.WhisperForConditionalGeneration.from_pretrained(folder).state_dict()
-        for folder in (checkpoint, tmp_path)
+        for folder in (whisper_checkpoint, tmp_path)
     )
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -243,14 +236,16 @@ def test_what_is_imported_is_exported_bit_by_bit(checkpoint, tmp_path):
     assert not unknown
     item, other = (
         transformers.WhisperFeatureExtractor.from_pretrained(folder).to_dict()
-        for folder in (checkpoint, tmp_path)
+        for folder in (whisper_checkpoint, tmp_path)
     )
     for name in ("n_samples", "nb_max_frames", "feature_size", "hop_length", "n_fft"):
         assert item[name] == other[name]
 
 
-def test_a_model_tuned_without_silence_is_exported_with_a_warning(checkpoint, tmp_path, caplog):
-    export_model(load(checkpoint, 0.0), tmp_path, TOKENS)
+def test_a_model_tuned_without_silence_is_exported_with_a_warning(
+    whisper_checkpoint, tmp_path, caplog
+):
+    export_model(load(whisper_checkpoint, 0.0), tmp_path, TOKENS)
     assert "pads every utterance to 2 s" in caplog.text
 
 
@@ -266,8 +261,8 @@ def test_a_model_tuned_without_silence_is_exported_with_a_warning(checkpoint, tm
         ("generation_config.json", {"suppress_tokens": [9999]}, "in the vocabulary of"),
     ],
 )
-def test_what_cannot_be_imported(name, changes, message, checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+def test_what_cannot_be_imported(name, changes, message, whisper_checkpoint, tmp_path):
+    folder = shutil.copytree(whisper_checkpoint, tmp_path / "copy")
     content = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps({**content, **changes}))
     with pytest.raises(ValueError, match=message):
@@ -284,8 +279,8 @@ def test_what_cannot_be_imported(name, changes, message, checkpoint, tmp_path):
         ("features", {"hop": 200}, "features.hop=200"),
     ],
 )
-def test_what_cannot_be_exported(part, changes, message, checkpoint, tmp_path):
-    config, vocab_size, _ = import_model(checkpoint)
+def test_what_cannot_be_exported(part, changes, message, whisper_checkpoint, tmp_path):
+    config, vocab_size, _ = import_model(whisper_checkpoint)
     changed = dataclasses.replace(getattr(config, part), **changes)
     model = ASRModel(dataclasses.replace(config, **{part: changed}), vocab_size)
     with pytest.raises(ValueError, match=message):
@@ -293,31 +288,31 @@ def test_what_cannot_be_exported(part, changes, message, checkpoint, tmp_path):
     assert not (tmp_path / "config.json").exists()
 
 
-def test_an_encoder_without_decoder_has_no_class_in_transformers(checkpoint, tmp_path):
-    config, vocab_size, _ = import_model(checkpoint)
+def test_an_encoder_without_decoder_has_no_class_in_transformers(whisper_checkpoint, tmp_path):
+    config, vocab_size, _ = import_model(whisper_checkpoint)
     model = ASRModel(dataclasses.replace(config, decoder=None, ctc=True), vocab_size)
     with pytest.raises(ValueError, match="no CTC model with an encoder of kind transformer"):
         export_model(model, tmp_path)
 
 
-def test_encoder_and_features_must_fit(checkpoint):
-    config, _, _ = import_model(checkpoint)
+def test_encoder_and_features_must_fit(whisper_checkpoint):
+    config, _, _ = import_model(whisper_checkpoint)
     features = dataclasses.replace(config.features, subsampling=8)
     with pytest.raises(ValueError, match=r"`features\.subsampling` must be 2 .* but is 8"):
         ModelConfig(features=features, encoder=config.encoder)
 
 
-def test_too_long_an_utterance_is_refused(checkpoint, prompt):
-    model = load(checkpoint, 0.0)
+def test_too_long_an_utterance_is_refused(whisper_checkpoint, prompt):
+    model = load(whisper_checkpoint, 0.0)
     batch = packed(model, spoken((32_400,), prompt), static=False)
     with pytest.raises(ValueError, match="`max_frames` must be at least the 101 frames"):
         model.encode(batch)
 
 
 @pytest.mark.parametrize("minimum_s", [SECONDS, 0.0])
-def test_predicted_flops_are_those_that_torch_counts(minimum_s, checkpoint, prompt):
+def test_predicted_flops_are_those_that_torch_counts(minimum_s, whisper_checkpoint, prompt):
     """Of the forward, and of a backward that computes layers again."""
-    model = load(checkpoint, minimum_s)
+    model = load(whisper_checkpoint, minimum_s)
     cost = cost_model(model.config, model.vocab_size)
     for example in spoken(LENGTHS, prompt[:1]):
         batch = packed(model, [example], static=False)
@@ -339,8 +334,8 @@ def test_predicted_flops_are_those_that_torch_counts(minimum_s, checkpoint, prom
 
 
 @pytest.mark.parametrize("frozen", ["encoder.", "encoder.stem", "decoder."])
-def test_flops_of_what_learns(frozen, checkpoint, prompt):
-    model = load(checkpoint, 0.0)
+def test_flops_of_what_learns(frozen, whisper_checkpoint, prompt):
+    model = load(whisper_checkpoint, 0.0)
     batch = packed(model, spoken((24_480,), prompt[:1]), static=False)
     lengths = np.array([batch.frames.total]), np.array([batch.tokens.layout.total])
     for name, parameter in model.named_parameters():
@@ -361,9 +356,9 @@ def test_flops_of_what_learns(frozen, checkpoint, prompt):
 
 
 @torch.no_grad()
-def test_the_padded_model_is_the_packed_one(checkpoint, prompt):
+def test_the_padded_model_is_the_packed_one(whisper_checkpoint, prompt):
     """That is what ONNX graphs are made of; with noise behind the shorter utterances."""
-    model, examples = load(checkpoint, 0.0), spoken(LENGTHS, prompt)
+    model, examples = load(whisper_checkpoint, 0.0), spoken(LENGTHS, prompt)
     batch = packed(model, examples, static=False)
     encoded, mel = model.encode(batch), model.features(batch.audio, batch.frames)
     features = torch.randn(len(examples), int(mel.lengths.max()), 80)
