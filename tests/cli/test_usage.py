@@ -110,18 +110,6 @@ def test_progress_is_wiped_before_an_error(workplace, manifest, monkeypatch, eff
     assert "\r\x1b[Keffasr prepare: " in stream.getvalue()
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
-    """As in `effasr train ... --show | head -1`."""
-    command = [sys.executable, "-m", "effasr.cli", "train", "small", "--show"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait() == 0
-    process.stderr.close()
-
-
 def shows(stream, text):
     """Wait until it has been written."""
     deadline = time.monotonic() + 30

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from effasr.distributed.async_sgd.gossip import mixer as mixer_module
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.mixer import CompletedCopy, FlatWeights
+from effasr.distributed.async_sgd.gossip.tls import TLSConfig
 from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
 from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import Learner
@@ -220,6 +221,7 @@ def test_a_ring_takes_turns_and_random_is_repeatable_and_reaches_all():
         (lambda: GossipConfig(learner_size=0), "`learner_size` must be"),
         (lambda: GossipConfig(period=0), "`period` must be"),
         (lambda: GossipConfig(timeout_s=0.0), "`timeout_s` must be"),
+        (lambda: TLSConfig(ca="a", certificate="b", key=""), "must be the path of a PEM file, bu"),
     ],
 )  # fmt: skip
 def test_error_messages(make, message):

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from effasr import config as configuration
 from effasr.distributed.async_sgd.gossip import listener, sockets
 from effasr.distributed.async_sgd.gossip.config import GossipConfig
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
@@ -265,15 +264,6 @@ def test_files_that_are_not_what_they_should_be_are_named(ours, foreign, tmp_pat
     ):
         with pytest.raises(ValueError, match=message):
             tls_context(replace(ours, **changed), ssl.PROTOCOL_TLS_CLIENT)
-
-
-def test_a_recipe_names_the_files():
-    mapping = {"tls": {"ca": "ca.pem", "certificate": "node.pem", "key": "node.key"}}
-    config = configuration.from_mapping(GossipConfig, mapping)
-    assert config.tls == TLSConfig(ca="ca.pem", certificate="node.pem", key="node.key")
-    assert configuration.from_mapping(GossipConfig, {"tls": None}).tls is None
-    with pytest.raises(ValueError, match="must be the path of a PEM file, but is empty"):
-        configuration.from_mapping(GossipConfig, {"tls": mapping["tls"] | {"key": ""}})
 
 
 Attack = Callable[[socket.socket, threading.Event], None]

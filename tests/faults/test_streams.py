@@ -37,7 +37,9 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ("train /no/recipe.yaml 2> /dev/full", 2, "", ""),
     ],
 )
-@pytest.mark.representative(command=["recipes >&- 2>&- <&-", "recipes > /dev/full"])
+@pytest.mark.representative(
+    command=["recipes >&- 2>&- <&-", "recipes > /dev/full", "recipes | head -1"]
+)
 def test_a_closed_or_full_stream_changes_no_exit_code(command, code, out, error):
     done = shell(f"{EFFASR} {command}")
     assert (done.returncode, done.stderr.strip()) == (code, error)
