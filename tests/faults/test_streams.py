@@ -32,7 +32,7 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ("--version > /dev/full", 1, "", "effasr: standard output: No space left on device."),
         ("--help > /dev/full", 1, "", "effasr: standard output: No space left on device."),
         ("train --help | head -1", 0, "usage", ""),
-        ("recipes | head -1", 0, "canary", ""),
+        ("recipes | head -1", 0, "add_language", ""),
         ("train /no/recipe.yaml 2>&-", 2, "", ""),
         ("train /no/recipe.yaml 2> /dev/full", 2, "", ""),
     ],

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ class Case:
 def make(folder: Path) -> dict[str, Case]:
     """Write all files; the keys say what is wrong with them."""
     cases: dict[str, Case] = {}
-    for part in (_sound, _samples, _damaged, _wav_headers, _other_headers, _no_audio):
+    for part in (_sound, _samples, _damaged, _no_audio):
         for name, fate, content in part():
             path = folder / f"{name.replace(' ', '-')}.wav"
             path.write_bytes(content)
@@ -110,53 +109,6 @@ def _damaged() -> Content:
         yield f"{name} twice", EITHER, content + content
     flac = encoded(noise(20_000), FORMATS["flac"])
     yield "FLAC cut short", BAD, flac[: len(flac) // 2]
-
-
-def _wav_headers() -> Content:
-    good = encoded(noise())
-    assert good[36:40] == b"data"
-    fields: dict[str, tuple[int, str, dict[int, str]]] = {
-        "RIFF size": (4, "<I", {0: EITHER, 2**32 - 1: GOOD}),
-        "fmt size": (16, "<I", {0: EITHER, 2**32 - 1: EITHER}),
-        "codec": (20, "<H", {0: EITHER, 0x55: EITHER, 0xFFFE: EITHER}),
-        "channels": (22, "<H", {0: BAD, 1000: EITHER, 65_535: EITHER}),
-        "rate": (24, "<I", {0: BAD, 1: BAD, 999: BAD, 2**31 - 1: BAD, 2**32 - 1: BAD}),
-        "block": (32, "<H", {0: EITHER, 65_535: EITHER}),
-        "bits": (34, "<H", {0: EITHER, 1: EITHER, 7: EITHER, 255: EITHER}),
-        "data size": (40, "<I", {0: EITHER, 1: EITHER, 2**31: EITHER, 2**32 - 1: EITHER}),
-    }
-    for name, (position, form, values) in fields.items():
-        for value, fate in values.items():
-            content = bytearray(good)
-            struct.pack_into(form, content, position, value)
-            yield f"WAV {name} {value}", fate, bytes(content)
-
-
-def _other_headers() -> Content:
-    flac = bytearray(encoded(noise(), FORMATS["flac"]))
-    for claimed in (2**30, 2**36 - 1):
-        # STREAMINFO: 20 bits of rate, 3 of channels, 5 of bits, 36 of samples.
-        head = int.from_bytes(flac[18:26], "big") & ~(2**36 - 1)
-        changed = bytearray(flac)
-        changed[18:26] = (head | claimed).to_bytes(8, "big")
-        yield f"FLAC of {claimed} samples", BAD, bytes(changed)
-    for rate in (0, 1):
-        changed = bytearray(flac)
-        head = int.from_bytes(flac[18:26], "big") & (2**44 - 1)
-        changed[18:26] = (head | rate << 44).to_bytes(8, "big")
-        yield f"FLAC of {rate} Hz", EITHER, bytes(changed)
-    au = bytearray(encoded(noise(), FORMATS["au"]))
-    struct.pack_into(">I", au, 8, 2**32 - 2)
-    yield "AU of 4 GB", EITHER, bytes(au)
-    aiff = bytearray(encoded(noise(), FORMATS["aiff"]))
-    struct.pack_into(">I", aiff, aiff.index(b"COMM") + 10, 2**32 - 1)
-    yield "AIFF of many frames", EITHER, bytes(aiff)
-    w64 = bytearray(encoded(noise(), FORMATS["w64"]))
-    struct.pack_into("<Q", w64, w64.index(b"data") + 16, 2**62)
-    yield "W64 of 2**62 bytes", EITHER, bytes(w64)
-    rf64 = bytearray(encoded(noise(), FORMATS["rf64"]))
-    struct.pack_into("<QQQ", rf64, rf64.index(b"ds64") + 8, *([2**62] * 3))
-    yield "RF64 of 2**62 bytes", EITHER, bytes(rf64)
 
 
 def _no_audio() -> Content:
