@@ -48,7 +48,8 @@ class DataConfig:
         label_tokens_per_second: With text ``optional``, tokens that are reserved for each second of
             an utterance without text; by default a quarter more than any transcript has.
         language: The language of utterances that name none; in validation, it is what the model is
-            mostly trained on.
+            mostly trained on. Null: en, and a training counts the lines that name none where the
+            model is told the language.
         strategy: Batching strategy. ``packed`` fills the budgets of one static
             shape. The others are the batches of other toolkits, for comparison: ``random``,
             ``bucketed`` by duration, ``sync_bucketed`` (all ranks draw the same bucket, where
@@ -110,7 +111,7 @@ class DataConfig:
     timestamps: Times = "none"
     timestamp_share: float = 0.5
     label_tokens_per_second: float | None = None
-    language: str = "en"
+    language: str | None = None
     strategy: Strategy = "packed"
     epoch_end: EpochEnd | None = None
     padded: bool = False
@@ -285,6 +286,10 @@ class DataConfig:
                 "`frame_budget` must be a number here, but is 'auto': `effasr calibrate` finds one."
             )
         return self.frame_budget
+
+    @property
+    def assumed_language(self) -> str:
+        return self.language or "en"
 
     def limits(
         self,

@@ -303,7 +303,7 @@ def _data(request: RecipeRequest) -> str:
     if request.dev:
         validation = f"validation: {_paths(request.dev)}"
     language = ""
-    if request.language != DataConfig().language:
+    if request.language != DataConfig().assumed_language:
         language = f"  language: {dump_scalar(request.language)}\n"
     return _fill(
         "data",

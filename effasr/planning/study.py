@@ -129,7 +129,7 @@ class PlanRequest:
             limits=self.limits,
             tokenizer=self.tokenizer,
             prompt_tokens=prompt_tokens,
-            language=self.data.language,
+            language=self.data.assumed_language,
             progress=progress,
         )
         selection = select(

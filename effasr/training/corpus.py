@@ -12,7 +12,6 @@ import numpy as np
 
 from effasr import config as configuration
 from effasr.checks import check
-from effasr.data.config import DataConfig
 from effasr.data.prompt import warn_assumed
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer
 from effasr.model.cost import cost_model, text_cost_model
@@ -114,9 +113,9 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
         corpus = corpus.with_text(text)
     if (experts := config.model.numbering()) is not None:
         corpus = corpus.with_experts(experts.number_of)
-    language = config.data.language
-    if language == DataConfig().language and config.model.is_told_language(tokenizer.sources):
-        warn_assumed(corpus.assumed, len(corpus), language, "set data.language")
+    if config.data.language is None and config.model.is_told_language(tokenizer.sources):
+        language = config.data.assumed_language
+        warn_assumed(corpus.assumed, len(corpus), language, f"set data.language={language}")
     return corpus
 
 

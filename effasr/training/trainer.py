@@ -624,7 +624,7 @@ class Trainer:
             return LossValidator(self.config, self.model, context)
         from effasr.training.validation import Validator
 
-        prompt, language = self.resolved.corpus.prompt, self.config.data.language
+        prompt, language = self.resolved.corpus.prompt, self.config.data.assumed_language
         if self.config.model.language_model is not None:
             prompt = Prompt(language, language)  # conversations have none
         validator = Validator(self.config, self.model, self.resolved.tokenizer, context, prompt)

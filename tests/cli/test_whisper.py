@@ -99,7 +99,13 @@ def test_from_hugging_face_and_back(
     ]  # fmt: skip
     trained = effasr("train", "finetune_whisper", *settings, "model.features.minimum_s=0")
     assert trained.code == 0, trained
-    assert "5 of 5 utterances name no language, and are prompted as 'en'" in caplog.text
+    warning = "5 of 5 utterances name no language, and are prompted as 'en'"
+    assert warning in caplog.text
+    assert "or set data.language=en." in caplog.text
+    logged = len(caplog.records)
+    stated = ("name=stated", "data.language=en", "data.validation=[]", "training.max_steps=1")
+    assert effasr("train", "finetune_whisper", *settings, *stated).code == 0
+    assert not any(warning in record.getMessage() for record in caplog.records[logged:])
     run = tmp_path / "tuned"
     # The error rate before is that of the model as it was: with its silence, and never the best.
     assert "step 0 is validated with silence up to 2 s" in trained.err

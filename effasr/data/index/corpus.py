@@ -81,7 +81,9 @@ class Corpus(BaseCorpus):
             ctc=ctc, max_frames=max_frames, max_positions=max_positions, framing=framing
         )
         # The token budget is applied after reading: a change of it then needs no new reading.
-        table = read(paths, tokenizer, replace(limits, token_budget=None), config.language, sources)
+        table = read(
+            paths, tokenizer, replace(limits, token_budget=None), config.assumed_language, sources
+        )
         selector = Selector(
             table.columns(config.speeds),
             config,

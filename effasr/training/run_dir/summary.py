@@ -140,7 +140,7 @@ def describe_alignment(
         if fixed
         else lambda: survey(
             paths,
-            language=data.language,
+            language=data.assumed_language,
             most=SAMPLE,
             untranscribed=data.text != "required",
         ),

@@ -64,7 +64,7 @@ class LossValidator:
         self._sets: dict[str, list[Cut]] = {}
         digest = hashlib.sha256(str(self._budget).encode())
         for path in config.data.validation:
-            read = iterate(path, language=config.data.language, untranscribed=True)
+            read = iterate(path, language=config.data.assumed_language, untranscribed=True)
             cuts = even_sample(read, config.evaluation.max_utterances, config.seed)
             fitting = [cut for cut in cuts if 0 < self._frames(cut) <= self._budget]
             if not fitting:
