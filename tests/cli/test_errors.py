@@ -94,7 +94,9 @@ def test_a_damaged_model_directory(effasr, workplace, model, tmp_path, file, con
 
 
 def test_many_failures_do_not_flood_the_terminal(effasr, workplace, manifest, tmp_path):
-    path = manifest({}, *({"lang": "fr", "id": str(number)} for number in range(50)))
+    hostile = {"duration": 1e300}, {"offset": 1e9}, {"audio_filepath": "zero\0byte.wav"}
+    rows = *({"lang": "fr"} for _ in range(47)), *hostile
+    path = manifest({}, *(row | {"id": str(number)} for number, row in enumerate(rows)))
     command = ("evaluate", "--run", workplace.run, "--manifest", path, "--output", tmp_path / "out")
     done = effasr(*command)
     assert done.code == 1

@@ -8,22 +8,19 @@ import torch
 
 from effasr.checkpoint import load_model, resolve
 from effasr.model.language_prompt import LanguagePromptConfig
+from tests.data.test_tokenizer import PROMPT_TOKENS, train_bpe
 from tests.interop.test_moonshine import make_moonshine
 from tests.interop.test_wav2vec2 import make_wav2vec2
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 
-PROMPT_TOKENS = [
-    *("<unk>", "<pad>", "<|endoftext|>", "<|startofcontext|>", "<|startoftranscript|>"),
-    *("<|emo:undefined|>", "<|pnc|>", "<|nopnc|>", "<|noitn|>", "<|notimestamp|>"),
-    *("<|nodiarize|>", "<|de|>", "<|en|>"),
-]
 ENCODER = {
     "model_type": "parakeet_encoder", "hidden_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "intermediate_size": 16, "num_mel_bins": 16,
     "subsampling_conv_channels": 4, "layerdrop": 0.0,
 }  # fmt: skip
+TEXTS = ["low middle high top"] * 4
 CLASSES = 64
 """More than the tokenizer has tokens, as in models whose sizes were rounded up."""
 
@@ -43,25 +40,14 @@ def canary(tmp_path_factory):
     )
     transformers.CanaryForConditionalGeneration(config).save_pretrained(folder)
     transformers.ParakeetFeatureExtractor(feature_size=16).save_pretrained(folder)
-    make_tokenizer(PROMPT_TOKENS).save(str(folder / "tokenizer.json"))
+    train_bpe(TEXTS, PROMPT_TOKENS, 40).save(str(folder / "tokenizer.json"))
     return folder
-
-
-def make_tokenizer(specials):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    tokenizer.decoder = tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=40, special_tokens=specials, show_progress=False
-    )
-    tokenizer.train_from_iterator(["low middle high top"] * 4, trainer)
-    return tokenizer
 
 
 def make_parakeet(folder, name, **options):
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    tokenizer = make_tokenizer(["<unk>"])
+    tokenizer = train_bpe(TEXTS, ["<unk>"], 40)
     blank = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens(["<pad>" if name == "CTC" else "<blank>"])
     if name == "CTC":
@@ -80,7 +66,7 @@ def make_nemotron(folder):
     """One that is told the language; English, German, and what it hears itself."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    tokenizer = make_tokenizer(["<unk>"])
+    tokenizer = train_bpe(TEXTS, ["<unk>"], 40)
     blank = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens(["<blank>"])
     encoder = {**ENCODER, "model_type": "nemotron_asr_streaming_encoder", "sliding_window": 6}
@@ -201,7 +187,8 @@ def test_a_wav2vec2_in_tuned_and_out(effasr, tune, tmp_path, kind):
 def test_a_moonshine_in_tuned_and_out(effasr, tune, tmp_path):
     source, name = tmp_path / "source", "MoonshineForConditionalGeneration"
     make_moonshine(source)
-    make_tokenizer(["<unk>", "<s>", "</s>"]).save(str(source / "tokenizer.json"))
+    tokenizer = train_bpe(TEXTS, ["<unk>", "<s>", "</s>"], 40)
+    tokenizer.save(str(source / "tokenizer.json"))
     settings = "data.frame_budget=300", "model.spec_augment.freq_masks=0"
     models = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "en", name, *settings)
     assert not torch.equal(*(model.model.encoder.conv1.weight for model in models))

@@ -1,6 +1,7 @@
 import json
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -211,17 +212,21 @@ PROMPT_TOKENS = [
 ]
 
 
-def write_hugging_face(folder: Path, specials: list[str]) -> Path:
+def train_bpe(texts: list[str], specials: list[str], size: int) -> Any:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizers.decoders.Metaspace()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=80, special_tokens=specials, show_progress=False
+        vocab_size=size, special_tokens=specials, show_progress=False
     )
-    tokenizer.train_from_iterator(ENGLISH + GERMAN, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def write_hugging_face(folder: Path, specials: list[str]) -> Path:
     folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    train_bpe(ENGLISH + GERMAN, specials, 80).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
     return folder
 

@@ -133,35 +133,3 @@ def test_a_file_that_is_named_twice_is_one(effasr, saved, cases) -> None:
     twice = [path, path, path.parent / "." / "folder.wav" / ".." / path.name]
     told = effasr("transcribe", "--run", saved, *twice)
     assert (told.code, len(told.out)) == (0, 1)
-
-
-def test_evaluate_counts_each_and_goes_on(effasr, saved, cases, tmp_path) -> None:
-    # A manifest is text, and so are the names in it.
-    cases = {name: case for name, case in cases.items() if name != "name: no UTF-8"}
-    rows = [
-        {"id": name, "audio_filepath": case.path, "text": "one two"} for name, case in cases.items()
-    ]
-    silence = {"audio_filepath": cases["silence"].path, "text": "one"}
-    rows += [
-        {**silence, "id": "endless", "duration": 1e300, "offset": 0},
-        {**silence, "id": "too long", "duration": 3600},
-        {**silence, "id": "too late", "offset": 1e9, "duration": 1},
-        {**silence, "id": "a\nb", "audio_filepath": "zero\0byte.wav"},
-    ]
-    manifest = tmp_path / "manifest.jsonl"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / "out"
-    told = effasr("evaluate", "--run", saved, "--manifest", manifest, "--output", out)
-    assert told.code == 1
-    result = json.loads((out / "wer.json").read_text())
-    failed = {row["id"]: row["error"] for row in result["failures"]}
-    lines = (out / "hypotheses.jsonl").read_text().splitlines()
-    received = {json.loads(line)["id"] for line in lines}
-    assert received.isdisjoint(failed)
-    assert received | failed.keys() == {row["id"] for row in rows}
-    assert {"endless", "too long", "too late", "a\nb"} <= failed.keys()
-    for name, case in cases.items():
-        assert case.fate != GOOD or name in received, (name, failed[name])
-        assert case.fate != BAD or name in failed, name
-    assert not [error for error in failed.values() if "Error:" in error]
-    assert told.err == [f"effasr evaluate: {len(failed)} utterances failed and are not counted"]
