@@ -92,7 +92,7 @@ def word_confidences(
     words = []
     places = [(n, n + 1) for n in range(len(tokens))]
     for group in word_groups(tokens, places, decode, spaces, cuts):
-        value = min(confidences[group.first : group.last])
+        value = min(confidences[int(group.first) : int(group.last)])
         value = value if calibration is None else calibration(value)
         words += [WordConfidence(text, value) for text in group.texts]
     return tuple(words)

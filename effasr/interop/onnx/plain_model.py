@@ -73,6 +73,7 @@ class PaddedEncoder(_Heads):
         if isinstance(self.encoder, WhisperEncoder):
             x, lengths = _whisper(self.encoder, features, lengths)
         else:
+            assert isinstance(self.encoder, FastConformerEncoder)
             x, lengths = _fastconformer(self.encoder, features, lengths)
         outputs = [x, lengths]
         if self.decoder is not None:

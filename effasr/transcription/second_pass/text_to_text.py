@@ -20,6 +20,7 @@ from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded, EncodedBatch, with_scores
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
+from effasr.nn.experts import ExpertsConfig
 from effasr.nn.parameters import evaluating
 from effasr.transcription.batching import plan_batches
 from effasr_kernels import PackedSequence
@@ -39,7 +40,7 @@ class Written:
 def source_of(config: ModelConfig, source: str | None) -> str | None:
     """Return the source whose experts a corrector uses: the named one, or the only one."""
     experts = config.named_experts(text=True)
-    if experts is None or experts.route != "source":
+    if not isinstance(experts, ExpertsConfig) or experts.route != "source":
         rule = "be left out for a corrector without an expert for each source"
         check(source is None, "corrector_source", rule, repr(source))
         return None

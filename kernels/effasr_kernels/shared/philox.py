@@ -26,7 +26,7 @@ def keep_mask(
     # The second and the fourth word are for odd columns, the last two for columns + 16; of the four
     # bytes, the second and the fourth are for columns + 8, the last two for row + 8.
     rows = (row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
-    calls: tl.constexpr = max(BLOCK_N // 8, 4)
+    calls: tl.constexpr = max(BLOCK_N // 8, 4)  # type: ignore
     columns = (column // 32 * 4 + tl.arange(0, calls))[None, :]
     zero = rows * 0 + columns * 0
     w0, w1, w2, w3 = tl.philox(
@@ -66,7 +66,7 @@ def keep_elements(
     # attention has the number of a sequence: one seed serves both. Each of the four words is for
     # one column, and its bytes are for the rows. In PyTorch, `kept_elements` of
     # `effasr_kernels.shared.dropout` computes the same.
-    among: tl.constexpr = min(BLOCK_R, 4)
+    among: tl.constexpr = min(BLOCK_R, 4)  # type: ignore
     groups: tl.constexpr = BLOCK_R // among
     i = (row // 4 + tl.arange(0, groups))[:, None]
     j = (column // 4 + tl.arange(0, BLOCK_C // 4))[None, :]
