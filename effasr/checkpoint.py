@@ -115,11 +115,8 @@ class LoadedModel:
                 f"`--window` must be left out, because this model of kind {features.kind} hears no "
                 f"silence behind an utterance, but is {seconds:g}."
             )
-        if seconds > longest:
-            raise ValueError(
-                f"`--window` must be at most {longest:g} s, the longest that the model reads, but "
-                f"is {seconds:g}."
-            )
+        rule = f"be at most {longest:g} s, the longest that the model reads"
+        check(seconds <= longest, "--window", rule, f"{seconds:g}")
         config = replace(config, features=replace(features, minimum_s=seconds))
         return self._with(config, self.model.state_dict())
 

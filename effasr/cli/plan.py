@@ -324,9 +324,7 @@ def _check_output(name: str, path: Path | None, suffix: str) -> None:
     """Check the path of an output before the work."""
     if path is None:
         return
-    if path.suffix != suffix or path.is_dir():
-        raise ValueError(
-            f"`--{name}` must be a file that ends in {suffix}, but is {str(path)!r}: name another."
-        )
+    rule, is_file = f"be a file that ends in {suffix}", path.suffix == suffix and not path.is_dir()
+    check(is_file, f"--{name}", rule, repr(str(path)), "name another")
     rule = "be in a folder that exists"
     check(path.absolute().parent.is_dir(), f"--{name}", rule, repr(str(path)), "make the folder")

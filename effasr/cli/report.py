@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from effasr.checks import check
 from effasr.cli.options import AddCommand, add_language, print_line
 from effasr.cli.progress import progress_counter, working
 
@@ -49,10 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if any((source / name).exists() for name in _RUN):
         from effasr.pages.run_page import run_page
 
-        if options.tokenizer is not None:
-            raise ValueError(
-                f"`--tokenizer` must be left out for a run, but is {options.tokenizer}."
-            )
+        check(options.tokenizer is None, "--tokenizer", "be left out for a run", options.tokenizer)
         with working("reading the run"):
             content = run_page(source, out)
     else:

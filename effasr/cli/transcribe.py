@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, TYPE_CHECKING
 
+from effasr.checks import check
 from effasr.cli.options import (
     CONFIDENCE,
     NBEST,
@@ -403,11 +404,9 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
             "`--second-lm` must be left out with `--stream`: it reads the earlier segments of a "
             "recording, which is transcribed as a whole."
         )
-    if decoding.long_form == "sequential":
-        raise ValueError(
-            "`--long-form` must be chunked with `--stream`, which is cut at pauses, but is "
-            "sequential: transcribe a file."
-        )
+    rule = "be chunked with `--stream`, which is cut at pauses"
+    remedy = "transcribe a file"
+    check(decoding.long_form != "sequential", "--long-form", rule, "sequential", remedy)
     if decoding.corrector is not None:
         raise ValueError(
             "`--corrector` must be left out with `--stream`: it corrects recordings as a whole."

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from effasr.checks import check
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr_kernels import PackedLayout, PackedSequence
 
@@ -39,8 +40,7 @@ class StaticShape:
 
     def __post_init__(self) -> None:
         for name in ("frame_budget", "token_budget", "max_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+            check(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
         if self.node_budget is not None and not 1 <= self.node_budget < 2**31:
             raise ValueError(
                 f"`node_budget` must lie in 1 to 2**31 - 1, but is {self.node_budget}: lower the "

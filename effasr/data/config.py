@@ -139,11 +139,9 @@ class DataConfig:
             paths = (value,) if isinstance(value, str) else tuple(value)
             object.__setattr__(self, name, paths)
         object.__setattr__(self, "speed_perturbation", self.speeds)
-        if self.mix is not None and self.train:
-            raise ValueError(
-                f"`train` must be left out where `mix` is given, but is {', '.join(self.train)}: "
-                "name the manifests in `mix.sources`."
-            )
+        rule = "be left out where `mix` is given"
+        remedy = "name the manifests in `mix.sources`"
+        check(self.mix is None or not self.train, "train", rule, ", ".join(self.train), remedy)
         for name in ("frame_budget", "micro_batches", "prefetch"):
             if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
@@ -215,11 +213,8 @@ class DataConfig:
     def _check_text_share(self) -> None:
         share, count = self.text_share, self.micro_batches
         if share is None:
-            if self.text_token_budget is not None:
-                raise ValueError(
-                    "`text_token_budget` must be left out where `text_share` is null, but is "
-                    f"{self.text_token_budget}."
-                )
+            rule = "be left out where `text_share` is null"
+            check(self.text_token_budget is None, "text_token_budget", rule, self.text_token_budget)
             return
         if self.text_alone:
             if self.text_token_budget is not None:
@@ -242,11 +237,8 @@ class DataConfig:
                 f"`text_share` must make a whole number of micro-batches text-only, but not none "
                 f"of them; it is {share:g}, of {count}: {remedy}."
             )
-        if self.strategy != "packed":
-            raise ValueError(
-                f"`text_share` must be null for strategy {self.strategy}, but is {share:g}: use "
-                "strategy packed."
-            )
+        rule = f"be null for strategy {self.strategy}"
+        check(self.strategy == "packed", "text_share", rule, f"{share:g}", "use strategy packed")
 
     def _check_text(self) -> None:
         rate = self.label_tokens_per_second

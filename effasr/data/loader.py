@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from effasr.checks import check
 from effasr.data import worker_processes
 from effasr.data.audio.augmentation.augmenter import Augmenter
 from effasr.data.audio.waveform import AudioError, audio_path
@@ -64,8 +65,7 @@ class Loader:
         ``pin_memory`` is by default whether there is a GPU; ``cost`` balances the ranks' work,
         ``text_cost`` that on text-only micro-batches beside speech.
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"`rank` must be in 0 .. {world_size - 1}, but is {rank}.")
+        check(0 <= rank < world_size, "rank", f"be in 0 .. {world_size - 1}", rank)
         self._corpus = corpus
         self._config = config
         self._seed, self._text_cost = seed, text_cost

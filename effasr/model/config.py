@@ -172,8 +172,5 @@ class ModelConfig:
 
     def _check_alone(self, name: str, reason: str, remedy: str = "leave it out") -> None:
         for other in ("decoder", "ctc", "transducer", "text_encoder", "language_model"):
-            if other != name and getattr(self, other):
-                raise ValueError(
-                    f"`{other}` must be {'false' if other == 'ctc' else 'null'} where `{name}` is "
-                    f"given, {reason}, but is given: {remedy}."
-                )
+            rule = f"be {'false' if other == 'ctc' else 'null'} where `{name}` is given, {reason}"
+            check(other == name or not getattr(self, other), other, rule, "given", remedy)

@@ -246,8 +246,7 @@ class LoopConfig:
         if self.max_time_s is not None and self.max_time_s <= 0:
             raise ValueError(f"`max_time` must be positive or null, but is {self.max_time}.")
         for name in ("clip", "timeout_s", "data_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"`{name}` must be positive, but is {getattr(self, name)}.")
+            check(getattr(self, name) > 0, name, "be positive", getattr(self, name))
         if self.activation_checkpointing < 0:
             raise ValueError(
                 "`activation_checkpointing` must be true, false or at least 1, but is "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from effasr.checks import check
 from effasr.data.audio.loudness import loudness
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 
@@ -39,11 +40,9 @@ class SilencePaddingConfig:
                 "`seconds` must be a number greater than 0, or the least and the greatest one, up "
                 f"to {_MOST_SECONDS:g}, but is {value}: [0.2, 1.5] is usual."
             )
-        if not 0 < self.probability <= 1:
-            raise ValueError(
-                "`probability` must be greater than 0 and at most 1, but is "
-                f"{self.probability:g}: leave `silence_padding` null to train without."
-            )
+        rule = "be greater than 0 and at most 1"
+        remedy = "leave `silence_padding` null to train without"
+        check(0 < self.probability <= 1, "probability", rule, f"{self.probability:g}", remedy)
 
     @property
     def range(self) -> tuple[float, float]:

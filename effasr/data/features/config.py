@@ -60,8 +60,7 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         for name in ("sample_rate", "mel_bins", "n_fft", "window", "hop"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+            check(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
         check_choices(self, kind=("parakeet", "whisper", "waveform"))
         rows = self.rows_per_frame
         rule = "be 4 or 8 (FastConformer) or 2 (Transformer)"
@@ -88,23 +87,21 @@ class FeatureConfig:
         rule = f"be at most n_fft = {self.n_fft}"
         check(self.window <= self.n_fft, "window", rule, self.window, "raise `n_fft`")
         most = _MOST_HOPS[rows]
-        if self.window > most * self.hop:
-            raise ValueError(
-                f"`window` must be at most {most} hops = {most * self.hop}, so that a window meets "
-                f"one utterance only, but is {self.window}: raise `hop`."
-            )
+        rule = (
+            f"be at most {most} hops = {most * self.hop}, so that a window meets one utterance only"
+        )
+        check(self.window <= most * self.hop, "window", rule, self.window, "raise `hop`")
         check(0 <= self.preemphasis <= 1, "preemphasis", "be in [0, 1]", self.preemphasis)
         if self.kind == "whisper":
             self._check_whisper()
 
     def _check_whisper(self) -> None:
         for name, only in (("preemphasis", 0.0), ("normalize", False), ("window", self.n_fft)):
-            if getattr(self, name) != only:
-                raise ValueError(
-                    f"`{name}` must be {only} for features of kind whisper, but is "
-                    f"{getattr(self, name)}: Whisper's have `n_fft` and `window` 400, "
-                    "`preemphasis` 0 and `normalize` false."
-                )
+            rule = f"be {only} for features of kind whisper"
+            remedy = (
+                "Whisper's have `n_fft` and `window` 400, `preemphasis` 0 and `normalize` false"
+            )
+            check(getattr(self, name) == only, name, rule, getattr(self, name), remedy)
 
     def _check_waveform(self) -> None:
         hop, window = (384, 895) if self.hop == 384 else (320, 400)

@@ -36,8 +36,7 @@ class SpecAugmentConfig:
 
     def __post_init__(self) -> None:
         for name in ("freq_masks", "freq_width", "time_masks"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be at least 0, but is {getattr(self, name)}.")
+            check(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
         rule = "be in [0, 1], a share of the utterance"
         check(0 <= self.time_width <= 1, "time_width", rule, self.time_width, "for 5 % write 0.05")
 

@@ -224,11 +224,8 @@ def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
 
 def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:
     """Return at least one bucket limit, as lhotse estimates them."""
-    if num_buckets > len(frames):
-        raise ValueError(
-            f"`buckets` must be at most the number of utterances, {len(frames)}, but is "
-            f"{num_buckets}."
-        )
+    rule = f"be at most the number of utterances, {len(frames)}"
+    check(num_buckets <= len(frames), "buckets", rule, num_buckets)
     count = min(len(frames), max(_ESTIMATED_FROM, num_buckets))
     places = np.linspace(0, len(frames) - 1, count).astype(np.int64)
     sample = _Stream(places, np.sort(frames))

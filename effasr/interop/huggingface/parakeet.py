@@ -209,22 +209,17 @@ def _read_decoder(
 def _read_ctc(content: Content) -> tuple[ModelConfig, int]:
     classes = content.config.get("vocab_size", 1025)
     blank = content.config.get("pad_token_id", 1024)
-    if blank != classes - 1:
-        raise ValueError(
-            f"`pad_token_id` must be the last class, {classes - 1}, as it is the blank, "
-            f"but is {blank}."
-        )
+    rule = f"be the last class, {classes - 1}, as it is the blank"
+    check(blank == classes - 1, "pad_token_id", rule, blank)
     return _read_model(content, content.config.get("encoder_config"), ctc=True), classes - 1
 
 
 def _read_transducer(content: Content) -> tuple[ModelConfig, int]:
     mapping = content.config
     classes, blank = mapping.get("vocab_size", 8193), mapping.get("blank_token_id", 8192)
-    if blank != classes - 1:
-        raise ValueError(
-            f"`blank_token_id` must be the last class, {classes - 1}, but is {blank}: move its "
-            "rows of `decoder.embedding` and `joint.head` there."
-        )
+    rule = f"be the last class, {classes - 1}"
+    remedy = "move its rows of `decoder.embedding` and `joint.head` there"
+    check(blank == classes - 1, "blank_token_id", rule, blank, remedy)
     is_tdt = mapping["model_type"] == "parakeet_tdt"
     most = mapping.get("max_symbols_per_step", _MAX_SYMBOLS)
     # transformers ignores the field for a TDT.

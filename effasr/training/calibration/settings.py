@@ -38,5 +38,4 @@ class CalibrationConfig:
                 f"`target_bytes` must be at least 1 or null, but is {self.target_bytes}."
             )
         for name in ("tolerance", "margin"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must lie in [0, 1), but is {getattr(self, name)}.")
+            check(0 <= getattr(self, name) < 1, name, "lie in [0, 1)", getattr(self, name))

@@ -17,6 +17,7 @@ from effasr.checkpoint import (
     read_description,
     resolve,
 )
+from effasr.checks import check
 
 
 def load_run(
@@ -48,11 +49,9 @@ def newest_checkpoints(run: Path, count: int) -> list[Path]:
         raise ValueError(
             f"`--averaged` must have a run with checkpoints, but {run} has none: give runs/NAME."
         )
-    if not 1 <= count <= len(found):
-        raise ValueError(
-            f"`--averaged` must be from 1 to {len(found)}, the checkpoints that {run} has, but is "
-            f"{count}: train with a higher `training.keep` to have more."
-        )
+    rule = f"be from 1 to {len(found)}, the checkpoints that {run} has"
+    remedy = "train with a higher `training.keep` to have more"
+    check(1 <= count <= len(found), "--averaged", rule, count, remedy)
     return found[:count]
 
 

@@ -31,11 +31,8 @@ class NoiseConfig:
         check(self.manifests, "manifests", rule, "empty", "leave `noise` null to train without")
         _check_probability("noise", self.probability)
         low, high = self.snr
-        if not -50 <= low <= high <= 100:
-            raise ValueError(
-                "`snr` must be the least and the greatest ratio in dB, both from -50 to 100, but "
-                f"is [{low:g}, {high:g}]: [5, 20] is usual."
-            )
+        rule = "be the least and the greatest ratio in dB, both from -50 to 100"
+        check(-50 <= low <= high <= 100, "snr", rule, f"[{low:g}, {high:g}]", "[5, 20] is usual")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +63,9 @@ class ReverberationConfig:
             )
         _check_probability("reverberation", self.probability)
         low, high = self.decay_time
-        if not 0.1 <= low <= high <= 3:
-            raise ValueError(
-                "`decay_time` must be the least and the greatest time in seconds, both from 0.1 "
-                f"to 3, but is [{low:g}, {high:g}]: [0.1, 0.8] is usual."
-            )
+        rule = "be the least and the greatest time in seconds, both from 0.1 to 3"
+        remedy = "[0.1, 0.8] is usual"
+        check(0.1 <= low <= high <= 3, "decay_time", rule, f"[{low:g}, {high:g}]", remedy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,8 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
+from effasr.checks import check
+
 Topology = Literal["ring", "random"]
 
 
@@ -32,8 +34,7 @@ def neighbours(topology: Topology, learner: int, learners: int) -> tuple[int, ..
             f"`learners` must be at least 2, but is {learners}: a single learner has nobody to "
             "average with; start more processes, make learners smaller, or use strategy ddp."
         )
-    if not 0 <= learner < learners:
-        raise ValueError(f"`learner` must be from 0 to {learners - 1}, but is {learner}.")
+    check(0 <= learner < learners, "learner", f"be from 0 to {learners - 1}", learner)
     if topology == "random":
         return tuple(range(1 if is_active(learner) else 0, learners, 2))
     beside = {(learner - 1) % learners, (learner + 1) % learners}
