@@ -6,10 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effasr.distributed.async_sgd.gossip import mixer as mixer_module
-from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.config import (
+    GossipConfig,
+    TLSConfig,
+    choose,
+    is_active,
+    neighbours,
+)
 from effasr.distributed.async_sgd.gossip.mixer import CompletedCopy, FlatWeights
-from effasr.distributed.async_sgd.gossip.tls import TLSConfig
-from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
 from effasr.distributed.averager import add_flat
 from tests.distributed.gossip_reference import Learner
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from effasr.distributed.async_sgd.gossip import listener, sockets
-from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.config import GossipConfig, TLSConfig, tls_context
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
 from effasr.distributed.async_sgd.gossip.listener import (
     HELLO_BYTES,
@@ -38,7 +38,6 @@ from effasr.distributed.async_sgd.gossip.listener import (
     verify,
 )
 from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
-from effasr.distributed.async_sgd.gossip.tls import TLSConfig, tls_context
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.distributed.process_group import DistributedContext

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.config import GossipConfig, neighbours
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
-from effasr.distributed.async_sgd.gossip.topology import neighbours
 from effasr.distributed.async_sgd.weight_averaging import consensus_distance
 from effasr.distributed.averager import add_flat
 from effasr.distributed.process_group import DistributedContext

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
-from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.config import GossipConfig, neighbours
 from effasr.distributed.async_sgd.gossip.gossip import Gossip, GossipCounters
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
-from effasr.distributed.async_sgd.gossip.topology import neighbours
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.averager import Averager, add_flat, average_training_state
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from effasr.distributed.async_sgd.gossip.config import GossipConfig
+from effasr.distributed.async_sgd.gossip.config import GossipConfig, choose, is_active, neighbours
 from effasr.distributed.async_sgd.gossip.exchange import Active, Passive, Peers
 from effasr.distributed.async_sgd.gossip.mixer import FlatWeights, Mixer
 from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
-from effasr.distributed.async_sgd.gossip.topology import choose, is_active, neighbours
 
 # Polling interval for threads that are about to end.
 _LOOK_S = 0.01

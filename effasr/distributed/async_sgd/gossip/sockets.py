@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from effasr.distributed.async_sgd.gossip.config import TLSConfig, is_active, tls_context
 from effasr.distributed.async_sgd.gossip.listener import (
     INTERFACES_VARIABLE,
     HandshakeError,
@@ -23,8 +24,6 @@ from effasr.distributed.async_sgd.gossip.listener import (
     introduce,
     own_addresses,
 )
-from effasr.distributed.async_sgd.gossip.tls import TLSConfig, tls_context
-from effasr.distributed.async_sgd.gossip.topology import is_active
 
 
 class PeerLost(Exception):
