@@ -26,7 +26,7 @@ _FEW_SILENT_ENDS = 0.05  # share of utterances
 
 if TYPE_CHECKING:
     from effasr.data.features.frame_geometry import Framing
-    from effasr.data.manifest.clean import Clean
+    from effasr.data.manifest.prepare import Clean
     from effasr.data.statistics.survey import Survey
 
 
@@ -147,7 +147,7 @@ def language_map(text: str) -> dict[str, str]:
 
 
 def clean(text: str) -> Clean:
-    from effasr.data.manifest.clean import parse_clean
+    from effasr.data.manifest.prepare import parse_clean
 
     try:
         return parse_clean(text)

@@ -16,7 +16,7 @@ from effasr.data.audio.waveform import AudioError, audio_path, prefetch_audio
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, TextExample
 from effasr.data.config import DataConfig
-from effasr.data.conversation.collate import ConversationExample
+from effasr.data.conversation.batch import ConversationExample
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.rules import Dropped

@@ -14,8 +14,7 @@ import numpy as np
 from lhotse import MonoCut, SupervisionSegment
 from lhotse.cut import Cut
 
-from effasr.data.audio.speed_perturbation import duration_at, name_at
-from effasr.data.audio.waveform import AudioError, samples_in
+from effasr.data.audio.waveform import AudioError, duration_at, name_at, samples_in
 from effasr.data.config import DataConfig
 from effasr.data.filters.rules import (
     DURATION_RULES,

@@ -216,7 +216,7 @@ def _check_speech(config: TrainConfig, section: str, paths: Sequence[str]) -> No
 
 
 def _load_conversations(config: TrainConfig, tokenizer: Tokenizer) -> ConversationCorpus:
-    from effasr.data.conversation.corpus_builder import load_conversation_corpus
+    from effasr.data.conversation.corpus import load_conversation_corpus
     from effasr.data.conversation.messages import is_conversations
     from effasr.model.language_model.architecture import max_rows
 

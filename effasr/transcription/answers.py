@@ -10,7 +10,7 @@ import torch
 from effasr.checkpoint import LoadedModel
 from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import read_audio
-from effasr.data.conversation.collate import ConversationExample, asking, collate_conversations
+from effasr.data.conversation.batch import ConversationExample, asking, collate_conversations
 from effasr.data.conversation.messages import AudioPart, Message, check_turns
 from effasr.data.conversation.tokenize import prompt_rows
 from effasr.data.filters.rules import Reason, RejectedUtterance

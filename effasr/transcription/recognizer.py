@@ -19,7 +19,7 @@ from effasr.data.audio.loudness import is_speech, loudness
 from effasr.data.audio.waveform import is_plausible
 from effasr.data.batch import Batch
 from effasr.data.collate import Example, collate
-from effasr.data.conversation.collate import asking, collate_conversations
+from effasr.data.conversation.batch import asking, collate_conversations
 from effasr.data.languages import AUTO
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import ChatTokenizer, Tokenizer, WhisperTokenizer

@@ -24,8 +24,7 @@ from effasr.data.features.config import FeatureConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.features.log_mel import LogMel
 from effasr.data.sampling.packing import plan_epoch, suggest_token_budget, with_sequences
-from effasr.data.sampling.plan import UtteranceLengths
-from effasr.data.sampling.shuffle import shuffled
+from effasr.data.sampling.plan import UtteranceLengths, shuffled
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig

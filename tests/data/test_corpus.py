@@ -6,8 +6,15 @@ from hypothesis import strategies as st
 from lhotse import MonoCut, Recording
 
 from effasr.data.audio.silence import SilencePaddingConfig
-from effasr.data.audio.speed_perturbation import duration_at, load_at, name_at
-from effasr.data.audio.waveform import AudioError, AudioSegment, load_audio, samples_in
+from effasr.data.audio.waveform import (
+    AudioError,
+    AudioSegment,
+    duration_at,
+    load_at,
+    load_audio,
+    name_at,
+    samples_in,
+)
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import FilterConfig

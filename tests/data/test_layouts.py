@@ -16,9 +16,8 @@ import soundfile
 
 from effasr.data.audio.augmentation.augmenter import Clips
 from effasr.data.audio.waveform import load_audio
-from effasr.data.manifest.clean import parse_clean
 from effasr.data.manifest.cuts import prompt_of
-from effasr.data.manifest.prepare import prepare
+from effasr.data.manifest.prepare import parse_clean, prepare
 from effasr.data.manifest.reader import read
 from tests.support.corpora import read_lines, write_lines, write_tone
 

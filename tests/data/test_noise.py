@@ -15,14 +15,9 @@ from lhotse import CutSet, Recording, RecordingSet
 
 from effasr.config import ConfigError, from_mapping
 from effasr.data.audio.augmentation import augmenter
-from effasr.data.audio.augmentation.augmenter import Augmenter, Clips
-from effasr.data.audio.augmentation.config import (
-    AudioAugmentationConfig,
-    NoiseConfig,
-    ReverberationConfig,
-    TelephoneConfig,
-)
-from effasr.data.audio.augmentation.effects import (
+from effasr.data.audio.augmentation.augmenter import (
+    Augmenter,
+    Clips,
     ImpulseResponse,
     add_noise,
     convolve,
@@ -31,6 +26,12 @@ from effasr.data.audio.augmentation.effects import (
     reverberate,
     simulated_room,
     telephone,
+)
+from effasr.data.audio.augmentation.config import (
+    AudioAugmentationConfig,
+    NoiseConfig,
+    ReverberationConfig,
+    TelephoneConfig,
 )
 from effasr.data.audio.silence import SilencePaddingConfig, with_silence
 from effasr.data.audio.waveform import AudioError

@@ -11,8 +11,7 @@ import torch
 from effasr.data.audio.silence import SilencePaddingConfig
 from effasr.data.config import DataConfig
 from effasr.data.filters.config import FilterConfig
-from effasr.data.manifest.clean import parse_clean
-from effasr.data.manifest.prepare import prepare
+from effasr.data.manifest.prepare import parse_clean, prepare
 from effasr.data.manifest.reader import named
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import NeMoTokenizer, WhisperTokenizer

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from effasr.data.conversation.collate import asking
+from effasr.data.conversation.batch import asking
 from effasr.decoding.language_model import engine as engine_module
 from effasr.decoding.language_model.engine import CachedConversations, ConversationEngine, answers
 from effasr.nn.cache.paged import most_pages

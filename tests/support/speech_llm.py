@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from effasr.data.batch import StaticShape
-from effasr.data.conversation.collate import ConversationExample, collate_conversations
+from effasr.data.conversation.batch import ConversationExample, collate_conversations
 from effasr.data.conversation.rows import CLIP
 from effasr.data.features.config import FeatureConfig
 from effasr.model.asr import ASRModel

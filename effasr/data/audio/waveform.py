@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import soundfile
 import soxr
+from lhotse.cut import Cut
 
 from effasr.data.audio import embedded
 from effasr.data.audio.audio_file import (
@@ -28,9 +29,9 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.untrusted.remote import cache_folder, prefetch
 
 if TYPE_CHECKING:
-    # Its import takes a third of a second, which plain files need not wait for.
     from lhotse.cut import Cut
     from lhotse.cut.data import DataCut
+
 
 _BLOCK = 2**20
 """Values that are decoded at a time: a header may claim more than there is, or than fits."""
@@ -318,3 +319,27 @@ def _fit(mono: np.ndarray, length: int) -> np.ndarray:
     if mono.shape[0] >= length:
         return np.ascontiguousarray(mono[:length])
     return np.pad(mono, (0, length - mono.shape[0]))
+
+
+# Speed perturbation: each utterance is trained on at several speeds, as separate copies.
+#
+# Speech at 0.9 times its speed is longer and lower, as sox and lhotse make it.
+
+
+def name_at(name: str, speed: float) -> str:
+    """Return the name of an utterance at a speed; lhotse gives it the same."""
+    return name if speed == 1 else f"{name}_sp{speed}"
+
+
+def load_at(source: Cut | AudioSegment, speed: float) -> np.ndarray:
+    """Return the waveform at a speed: read at another sample rate, and played at the usual one.
+
+    Returns:
+        float32 (samples,), exactly ``samples_in(duration_at(source.duration, speed))``.
+    """
+    return load_audio(source, SAMPLE_RATE / speed)
+
+
+def duration_at(duration: float, speed: float) -> float:
+    """Return an utterance's seconds at a speed; for speeds other than 1, of whole samples."""
+    return duration if speed == 1 else samples_in(duration, SAMPLE_RATE / speed) / SAMPLE_RATE

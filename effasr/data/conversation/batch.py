@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from effasr.data.batch import IGNORED, Batch
-from effasr.data.features.frame_geometry import SAMPLE_RATE
+from effasr.data.batch import IGNORED, Batch, StaticShape
+from effasr.data.conversation.rows import CLIP, input_rows
+from effasr.data.features.frame_geometry import FASTCONFORMER, SAMPLE_RATE, Framing
 from effasr_kernels import PackedLayout, PackedSequence
 
 
@@ -139,3 +141,141 @@ def sums_by_count(values: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 def _layout(layout: PackedLayout, begin: int, end: int) -> PackedLayout:
     return PackedLayout.from_lengths(layout.lengths[begin:end])
+
+
+# Packs conversations into a micro-batch.
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationExample:
+    """One conversation, ready to be packed."""
+
+    id: str
+    rows: np.ndarray  # int32 (n,), see `effasr.data.conversation.rows`
+    clips: tuple[np.ndarray, ...] = ()  # each float32 (samples,), mono, at `SAMPLE_RATE`
+
+    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> ConversationExample:
+        return replace(self, clips=tuple(function(clip) for clip in self.clips))
+
+
+def asking(
+    name: str, rows: Sequence[int], clips: tuple[np.ndarray, ...] = ()
+) -> ConversationExample:
+    """Return a conversation of which every row is read, so that an answer can follow."""
+    # The last row of a conversation is only predicted: this one stands for the answer.
+    return ConversationExample(name, np.array([*rows, ~0], dtype=np.int32), clips)
+
+
+def collate_conversations(
+    examples: Sequence[ConversationExample],
+    shape: StaticShape | None = None,
+    *,
+    stack: int,
+    pad_id: int,
+    max_clips: int | None = None,
+    framing: Framing = FASTCONFORMER,
+) -> ConversationBatch:
+    """Pack conversations on the CPU, with a tail up to a static shape if one is given.
+
+    Every row of the language model but the last of a conversation predicts the next one: a token of
+    an assistant's turn is a target, everything else is `IGNORED`. In the tail audio is zero, tokens
+    are ``pad_id`` and targets are `IGNORED`. The frames of the shape are the encoder's, its tokens
+    the rows of the language model; ``stack`` is the encoder frames of a row of speech.
+    """
+    samples = [len(clip) for example in examples for clip in example.clips]
+    counts = [len(example.clips) for example in examples]
+    frames = [framing.frames(length) for length in samples]
+    tokens, targets, starts, lengths = _rows(examples, frames, stack)
+    by_conversation = sums_by_count(frames, counts)
+    sequences = clips = frame_rows = token_rows = audio_rows = speech_rows = None
+    longest_frames = longest_tokens = None
+    if shape is not None:
+        if max_clips is None:
+            raise ValueError("`max_clips` must be given for a static `shape`, but is None.")
+        filled = {
+            "max_sequences": (len(examples), shape.max_sequences),
+            "max_clips": (len(samples), max_clips),
+            "frame_budget": (sum(frames), shape.frame_budget),
+            "token_budget": (len(tokens), shape.token_budget),
+        }
+        for name, (count, limit) in filled.items():
+            if count > limit:
+                raise ValueError(
+                    f"collate: the batch must fit in `{name}` = {limit}, but fills {count}: give "
+                    "it fewer conversations."
+                )
+        sequences, clips = shape.max_sequences, max_clips
+        frame_rows, token_rows = shape.frame_budget, shape.token_budget
+        audio_rows = framing.capacity(frame_rows, max_clips)
+        speech_rows = min(token_rows, -(-frame_rows // stack) + max_clips)
+        longest_frames, longest_tokens = shape.longest_frames, shape.longest_tokens
+
+    def layout(
+        lengths: Sequence[int], rows: int | None, count: int | None, longest: int | None = None
+    ) -> PackedLayout:
+        return PackedLayout.from_lengths(
+            lengths, rows=rows, num_sequences=count, static_max_seqlen=longest
+        )
+
+    frame_layout = layout(by_conversation, frame_rows, sequences, longest_frames)
+    token_layout = layout(lengths, token_rows, sequences, longest_tokens)
+    audio_layout = layout(sums_by_count(samples, counts), audio_rows, sequences)
+    audio = np.zeros(audio_layout.rows, dtype=np.float32)
+    if samples:
+        audio[: sum(samples)] = np.concatenate([c for example in examples for c in example.clips])
+    stacks, places = stack_rows(
+        frames, starts, stack, frame_layout.rows, token_layout.rows, speech_rows
+    )
+    values = np.full((2, token_layout.rows), [[pad_id], [IGNORED]], dtype=np.int64)
+    values[:, : len(tokens)] = np.where(tokens == CLIP, pad_id, tokens), targets
+    return ConversationBatch(
+        audio=PackedSequence(torch.from_numpy(audio), audio_layout),
+        frames=frame_layout,
+        tokens=PackedSequence(torch.from_numpy(values[0]), token_layout),
+        targets=torch.from_numpy(values[1]),
+        text=PackedSequence(
+            torch.zeros(0, dtype=torch.int64), layout([0] * len(examples), 0, sequences, 0)
+        ),
+        monotonic=torch.zeros(token_layout.num_sequences, dtype=torch.bool),
+        ids=tuple(example.id for example in examples),
+        audio_seconds=sum(samples) / SAMPLE_RATE,
+        num_targets=int((targets != IGNORED).sum()),
+        num_monotonic_targets=0,
+        frame_lengths=tuple(by_conversation),
+        token_lengths=tuple(lengths),
+        source=None,
+        clip_samples=layout(samples, audio_rows, clips),
+        clip_frames=layout(frames, frame_rows, clips, longest_frames),
+        stacks=stacks,
+        speech_rows=places,
+        clip_counts=tuple(counts),
+        clip_starts=tuple(starts),
+        source_lengths=_source_lengths(targets, lengths),
+    )
+
+
+def _source_lengths(targets: np.ndarray, lengths: Sequence[int]) -> tuple[int, ...]:
+    parts = np.split(targets != IGNORED, np.cumsum(lengths)[:-1])
+    return tuple(int(part.argmax()) for part in parts[: len(lengths)])
+
+
+def _rows(
+    examples: Sequence[ConversationExample], frames: Sequence[int], stack: int
+) -> tuple[np.ndarray, np.ndarray, list[int], list[int]]:
+    """Return tokens and targets of all conversations, the first row of each clip, and lengths."""
+    tokens, targets, starts, lengths = [], [], [], []
+    used = rows = 0
+    for example in examples:
+        counts = [-(-count // stack) for count in frames[used : used + len(example.clips)]]
+        used += len(example.clips)
+        try:
+            inputs, labels, positions = input_rows(example.rows, counts)
+        except ValueError as error:
+            raise ValueError(f"{example.id}: {error}") from error
+        tokens.append(inputs)
+        targets.append(labels)
+        starts += [rows + position for position in positions]
+        lengths.append(len(inputs))
+        rows += len(inputs)
+    empty = np.zeros(0, dtype=np.int64)
+    return np.concatenate([empty, *tokens]), np.concatenate([empty, *targets]), starts, lengths

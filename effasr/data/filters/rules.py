@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from effasr.data.audio.audio_file import LOSSY_TOLERANCE
-from effasr.data.audio.speed_perturbation import duration_at, name_at
-from effasr.data.audio.waveform import samples_in
+from effasr.data.audio.waveform import duration_at, name_at, samples_in
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.config import Dropped, Limits
 from effasr.data.manifest.cuts import prompt_of

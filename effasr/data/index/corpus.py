@@ -13,8 +13,7 @@ import numpy as np
 from lhotse.cut import Cut
 
 from effasr.checks import check
-from effasr.data.audio.speed_perturbation import load_at, name_at
-from effasr.data.audio.waveform import AudioError, AudioSegment
+from effasr.data.audio.waveform import AudioError, AudioSegment, load_at, name_at
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, collate, with_experts
 from effasr.data.config import DataConfig

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from effasr.data.audio.speed_perturbation import duration_at, name_at
-from effasr.data.audio.waveform import AudioError
+from effasr.data.audio.waveform import AudioError, duration_at, name_at
 from effasr.data.filters.rules import Dropped, Limits, check_copies, frames_of
 from effasr.data.index.columns import (
     AudioColumns,

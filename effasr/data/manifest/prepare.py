@@ -8,9 +8,11 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
+import unicodedata
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,7 +54,6 @@ from effasr.data.filters.rules import (
 )
 from effasr.data.languages import code_or_name
 from effasr.data.locks import writing_alone
-from effasr.data.manifest.clean import Clean
 from effasr.data.manifest.cuts import CUTS_FILE, json_line, prompt_of, with_prompt
 from effasr.data.manifest.reader import named
 from effasr.data.manifest.shar import SHARDS_FOLDER
@@ -67,6 +68,51 @@ from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
 from effasr.data.tokenizer.fidelity import TextFidelity
 from effasr.untrusted.display import utf8
 from effasr.untrusted.remote import shown
+
+# What `effasr prepare --clean` does to texts, in the order in which it is named.
+
+
+Clean = Callable[[str], str]
+
+# Within words they are letters: don't, well-known.
+_WITHIN_WORDS = re.compile(r"(?<=\w)['\u2019\-](?=\w)")
+_PLACEHOLDER = "\ue000"
+_TAGS = re.compile(r"tags=(\S+?)\.\.\.(\S+)")
+
+TRANSFORMS = "lower, no-punctuation, tags=<...> (or another pair of brackets)"
+
+
+def parse_clean(text: str) -> Clean:
+    """Return the transforms of a list such as ``tags=<...>,no-punctuation,lower`` as one."""
+    transforms: list[Clean] = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        tags = _TAGS.fullmatch(name)
+        if name == "lower":
+            transforms.append(str.lower)
+        elif name == "no-punctuation":
+            transforms.append(_without_punctuation)
+        elif tags is not None:
+            pattern = re.compile(f"{re.escape(tags[1])}.*?{re.escape(tags[2])}")
+            transforms.append(lambda text, pattern=pattern: pattern.sub(" ", text))
+        else:
+            raise ValueError(f"must be some of {TRANSFORMS}, but one is {name!r}")
+
+    def clean(text: str) -> str:
+        for transform in transforms:
+            text = transform(text)
+        return " ".join(text.split())
+
+    return clean
+
+
+def _without_punctuation(text: str) -> str:
+    kept = _WITHIN_WORDS.findall(text)
+    marked = _WITHIN_WORDS.sub(_PLACEHOLDER, text)
+    plain = "".join(" " if unicodedata.category(c).startswith("P") else c for c in marked)
+    for character in kept:
+        plain = plain.replace(_PLACEHOLDER, character, 1)
+    return plain
+
 
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"

@@ -15,7 +15,7 @@ import numpy as np
 
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.filling import Utterances, budgets, fill, scarcest, values_of
-from effasr.data.sampling.shuffle import hashes, shuffled
+from effasr.data.sampling.plan import hashes, shuffled
 
 _SHARES = (9990, 9980, 9970, 9950, 9900, 9800, 9700, 9500, 9200, 9000, 8500, 8000, 7000, 6000)
 _SHARES += (5000, 4000, 3000, 2000, 1000)

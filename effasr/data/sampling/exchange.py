@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from effasr.data.sampling.shuffle import shuffled
+from effasr.data.sampling.plan import shuffled
 
 _SPARE_SLOTS = 4
 """Empty slots of each group beyond its initial or the mean size, so that it can grow."""

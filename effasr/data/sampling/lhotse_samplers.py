@@ -25,8 +25,7 @@ from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.options import StrategyOptions
-from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
-from effasr.data.sampling.shuffle import shuffled
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths, shuffled
 
 _BUFFER = 20_000
 """Utterances buffered in buckets, lhotse's default."""

@@ -18,8 +18,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.ends import Ends, capacity
 from effasr.data.sampling.filling import Filled, Utterances, budgets, fill
-from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
-from effasr.data.sampling.shuffle import shuffled
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths, shuffled
 
 _ATTEMPTS = 8
 """Orders that are tried before a step is added, if micro-batches are few."""

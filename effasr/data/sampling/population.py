@@ -12,8 +12,7 @@ import numpy as np
 from effasr.checks import check
 from effasr.data.batch import StaticShape
 from effasr.data.sampling.ends import exchanged
-from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths
-from effasr.data.sampling.shuffle import shuffled
+from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths, shuffled
 
 Population = Callable[[int], np.ndarray]
 """Maps an epoch to its utterances, int32 (p,), with repetitions."""

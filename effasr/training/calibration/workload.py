@@ -13,14 +13,17 @@ import numpy as np
 from effasr.checks import check
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import Example, TextExample, collate, collate_text, with_experts
-from effasr.data.conversation.batch import ConversationBatch
+from effasr.data.conversation.batch import (
+    ConversationBatch,
+    ConversationExample,
+    collate_conversations,
+)
 from effasr.data.conversation.budgets import (
     epoch_lengths,
     epoch_mixture,
     split_into_clips,
     static_shape,
 )
-from effasr.data.conversation.collate import ConversationExample, collate_conversations
 from effasr.data.conversation.rows import CLIP
 from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
 from effasr.data.index.text_corpus import TextCorpus, balanced_token_budget, text_shape

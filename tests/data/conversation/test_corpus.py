@@ -5,7 +5,7 @@ import pytest
 import soundfile
 
 from effasr.data.config import DataConfig
-from effasr.data.conversation.corpus_builder import load_conversation_corpus
+from effasr.data.conversation.corpus import load_conversation_corpus
 from effasr.data.conversation.rows import CLIP
 from effasr.data.filters.config import FilterConfig
 from effasr.data.loader import Loader

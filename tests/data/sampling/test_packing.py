@@ -21,8 +21,7 @@ from effasr.data.sampling.packing import (
     suggest_token_budget,
     with_sequences,
 )
-from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
-from effasr.data.sampling.shuffle import hashes, shuffled
+from effasr.data.sampling.plan import EpochPlan, UtteranceLengths, hashes, shuffled
 
 PINNED = {"carry": "3311c9068466c001", "exact": "2bd087d6e6e62293"}
 

@@ -13,8 +13,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.options import STRATEGIES, StrategyOptions
 from effasr.data.sampling.packing import suggest_token_budget
-from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths
-from effasr.data.sampling.shuffle import shuffled
+from effasr.data.sampling.plan import EpochPlan, Planner, UtteranceLengths, shuffled
 from effasr.data.sampling.strategies import planner
 
 BASELINES = STRATEGIES[1:]

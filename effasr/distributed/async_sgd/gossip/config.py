@@ -13,16 +13,15 @@ from effasr.checks import check
 
 # Pairs of learners that average with each other.
 #
-# Even-numbered learners are active: they begin exchanges. Odd-numbered ones are passive: they answer.
-# Every edge joins an active and a passive learner, so learners cannot deadlock. A ring of odd size
-# lacks the edge between its last and its first learner, which are both active: it is a path, and a
-# long path mixes about four times as slowly.
+# Even-numbered learners are active: they begin exchanges. Odd-numbered ones are passive: they
+# answer. Every edge joins an active and a passive learner, so learners cannot deadlock. A ring of
+# odd size lacks the edge between its last and its first learner, which are both active: it is a
+# path, and a long path mixes about four times as slowly.
 #
-# An exchange multiplies the expected squared distance of n learners from their mean by at most 1 - (1
-# - cos(2 pi / n)) / n in a ring of even size, 1 - (1 - cos(pi / n)) / (n - 1) in one of odd size, and
-# 1 - 1 / n (n odd: 1 - 1 / (n + 1)) with ``random``. As about n / 2 exchanges take place per update,
-# ``random`` mixes many learners as fast as few.
-
+# An exchange multiplies the expected squared distance of n learners from their mean by at most
+# 1 - (1 - cos(2 pi / n)) / n in a ring of even size, 1 - (1 - cos(pi / n)) / (n - 1) in one of odd
+# size, and 1 - 1 / n (n odd: 1 - 1 / (n + 1)) with ``random``. As about n / 2 exchanges take place
+# per update, ``random`` mixes many learners as fast as few.
 
 Topology = Literal["ring", "random"]
 
