@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import IGNORED
-from effasr.data.features.samples import segment_sum
+from effasr.data.features.segments import segment_sum
 from effasr.decoding.confidence.tokens import likeliest_frames, token_confidences
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.ctc_alignment import Span, align_tokens, pack_like

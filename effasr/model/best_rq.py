@@ -22,7 +22,7 @@ from effasr import ranges
 from effasr.checks import check, check_positive
 from effasr.data.features.config import FeatureConfig
 from effasr.data.features.log_mel import MelFrames, normalized
-from effasr.data.features.samples import segment_sum
+from effasr.data.features.segments import segment_sum
 from effasr_kernels import PackedLayout, PackedSequence, linear_cross_entropy
 
 _IGNORED = -100

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effasr.data.batch import IGNORED, Batch
-from effasr.data.features.samples import segment_sum
+from effasr.data.features.segments import segment_sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from effasr import ranges
 from effasr.checks import check, check_choices, check_dropouts, check_positive
 from effasr.data.features.log_mel import MelFrames
-from effasr.data.features.samples import SampleFrames, segment_sum
+from effasr.data.features.samples import SampleFrames
+from effasr.data.features.segments import segment_sum
 from effasr.data.features.spec_augment import SpecAugmentConfig, spec_augment
 from effasr.nn.attention import GatedBiasSelfAttention
 from effasr.nn.parameters import touch_unused_parameters

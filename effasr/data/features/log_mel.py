@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from effasr.data.features.config import FeatureConfig
-from effasr.data.features.samples import segment_max
+from effasr.data.features.segments import segment_max
 from effasr_kernels import PackedLayout, PackedSequence, audio_windows, normalize_features
 from effasr_kernels.shared.cpu.linear import has_onednn, onednn_product, onednn_weight
 from effasr_kernels.shared.slots import row_positions, rows_of

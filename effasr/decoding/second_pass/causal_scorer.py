@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effasr.data.features.samples import segment_sum
+from effasr.data.features.segments import segment_sum
 from effasr.data.tokenizer.hugging_face import is_tokenizer_error
 from effasr.interop.huggingface.language_model import read_language_model
 from effasr.model.language_model.architecture import (
