@@ -1,7 +1,5 @@
 """Checks of configurations, with messages of one form: ``field`` must RULE, but is VALUE."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

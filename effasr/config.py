@@ -6,8 +6,6 @@ to a float where one is required. A section that is null has its defaults, or is
 its field may be null.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

@@ -6,8 +6,6 @@ nothing follows that line; for a process that could not give a reason, such as a
 line names its end. The exit code is that of the process which failed first; 128 + n for signal n.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

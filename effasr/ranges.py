@@ -1,7 +1,5 @@
 """Named ranges for a profiler's time line; free, and without any import, while off."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

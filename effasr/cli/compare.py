@@ -1,7 +1,5 @@
 """``effasr compare``: error rates of several runs in one table."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

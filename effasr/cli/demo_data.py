@@ -1,7 +1,5 @@
 """``effasr demo-data``: synthesises a small speech corpus."""
 
-from __future__ import annotations
-
 import argparse
 
 from effasr.cli.options import AddCommand, at_least, folder, print_line

@@ -1,7 +1,5 @@
 """``effasr evaluate``: transcribes a manifest and counts the errors."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import fields

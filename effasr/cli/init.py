@@ -1,7 +1,5 @@
 """``effasr init``: writes a recipe that fits a corpus."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

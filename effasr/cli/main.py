@@ -4,8 +4,6 @@ Each command is a module beside this one. Errors go to standard error as one lin
 done, 1 failed, 2 bad input, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import errno

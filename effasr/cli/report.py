@@ -1,7 +1,5 @@
 """``effasr report``: one page of a run, or of a corpus."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``effasr segment``: cuts long recordings with long transcripts into utterances to train on."""
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

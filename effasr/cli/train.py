@@ -1,7 +1,5 @@
 """``effasr train``: trains a model, or resumes an interrupted run."""
 
-from __future__ import annotations
-
 import argparse
 
 from effasr import config

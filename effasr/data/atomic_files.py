@@ -1,7 +1,5 @@
 """Writes files atomically: a reader sees the whole old or new content."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

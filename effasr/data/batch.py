@@ -1,7 +1,5 @@
 """The tensors of a micro-batch, and the static shape that all micro-batches of a run have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Sizes and checksums of files, against damage; not against somebody who changes both."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Configuration of the training data, its batches and its loading."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter

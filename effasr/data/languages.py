@@ -1,7 +1,5 @@
 """Names of languages: codes of ISO 639-1, and what else people write for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from difflib import get_close_matches

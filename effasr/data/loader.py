@@ -4,8 +4,6 @@ The plan of an epoch is a pure function, so a run resumes at (epoch, step) witho
 what came before, and every rank finds its own part of a step without asking the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -4,8 +4,6 @@ The holder writes a record into the locked file, for those that wait or are refu
 `fcntl` is used: libraries truncate the file when they open it, and may remove it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

@@ -1,7 +1,5 @@
 """Words of scripts with and without spaces between words."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from functools import cache

@@ -1,7 +1,5 @@
 """Checks that a model supports a decoding configuration or a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Forced alignment of tokens to frames by the likeliest CTC path."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Greedy CTC search: best class of each frame, repeats merged, blanks removed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

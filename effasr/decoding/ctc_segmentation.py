@@ -11,8 +11,6 @@ every ``_BLOCK`` frames (12 MB an hour), from which the pointers of one block at
 computed again on the way back. The band moves with the best path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

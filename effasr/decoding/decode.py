@@ -1,7 +1,5 @@
 """Decoding of a packed batch by any method."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Hypotheses of a search, and the best of them for each utterance."""
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Continuous batching: a queue before a fixed number of slots, and when more is admitted."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

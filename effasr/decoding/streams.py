@@ -1,7 +1,5 @@
 """Results of the searches of streams, and the base of those with a beam."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Suppression of tokens in transcripts, as the decoder's configuration asks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

@@ -1,7 +1,5 @@
 """Beam search of a transducer with durations (TDT), over a packed batch or over streams."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Timestamp tokens of Whisper: which may follow a text, and the parts of a text between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

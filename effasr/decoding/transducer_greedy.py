@@ -1,7 +1,5 @@
 """Greedy search of a transducer, with or without durations, in recordings and streams."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Averages over ranks: of weights, of optimizer moments, and of batch-norm statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

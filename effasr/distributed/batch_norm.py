@@ -1,7 +1,5 @@
 """Running statistics, as of batch norms, which gradients do not keep equal or finite."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """FSDP2: each rank holds a shard of every parameter, of its gradient, and of its moments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """An all-reduce of all gradients after the backward instead of during it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 

@@ -3,8 +3,6 @@
 Each process writes its own shards. Any number of processes can read them, each what it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Word alignments as text, in the style of NIST's sclite."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

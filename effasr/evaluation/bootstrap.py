@@ -1,7 +1,5 @@
 """Bootstrap confidence of word error rates and BLEU, and of their differences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import TypeAlias

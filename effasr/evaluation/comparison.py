@@ -1,7 +1,5 @@
 """Comparison of several evaluations of the same sets."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Evaluation of a model on a set of recordings or of text pairs, and pairs of its errors."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Metrics of evaluations and validations: which values are better, and how they are written."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

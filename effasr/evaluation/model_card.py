@@ -1,7 +1,5 @@
 """Model card of an exported model: README.md in the format of Hugging Face's hub."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Text normalisation before word error rates are computed."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Result of an evaluation, and the files that record it."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Evaluation results as tables of text, valid Markdown."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """BLEU and chrF of translations, computed by sacrebleu with its defaults."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec

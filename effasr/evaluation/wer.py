@@ -1,7 +1,5 @@
 """Word and character errors, as counts that can be added."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Calibration error and ROC curve of word confidences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

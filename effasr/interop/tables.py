@@ -3,8 +3,6 @@
 A class of models is a `Renames` table, `Section` tables, and the few fields that need code.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

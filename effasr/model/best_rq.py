@@ -10,8 +10,6 @@ References:
     Google USM, 2023, https://arxiv.org/abs/2303.01037.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Configuration of a speech model: its features, encoder and outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Forward FLOPs of an utterance, computed from the sizes of a model's layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from effasr.checks import check

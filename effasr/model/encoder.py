@@ -1,7 +1,5 @@
 """The FastConformer encoder over packed utterances."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

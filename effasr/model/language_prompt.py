@@ -1,7 +1,5 @@
 """Which language is spoken, told to the encoder output of a model of several languages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Sums of the losses of one micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

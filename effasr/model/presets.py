@@ -1,7 +1,5 @@
 """Published architectures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@
 `StreamingEncoder` keeps its caches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast

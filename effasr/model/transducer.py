@@ -1,7 +1,5 @@
 """Transducer head: predictor, joint network and loss."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The encoder of wav2vec 2.0 and its kin over packed utterances."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, cast

@@ -1,7 +1,5 @@
 """Whisper's encoder over packed utterances."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Multi-head attention over packed sequences, with learned projections."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The Conformer's convolution module, and its batch normalisation over real rows."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The position-wise feed-forward network."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Linear layers: oneDNN's products on CPUs, joined projections, gradients in float32 on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

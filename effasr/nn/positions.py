@@ -1,7 +1,5 @@
 """Sinusoidal position embeddings: relative, Canary's and Whisper's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

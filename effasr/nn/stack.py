@@ -1,7 +1,5 @@
 """Layers of a stack: activation checkpointing, compilation, and skipping of unused layers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Convolutional subsampling of mel rows by 4 or 8, over a packed batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Parameter groups with and without weight decay."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

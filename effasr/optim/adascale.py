@@ -5,8 +5,6 @@ A step on S times the reference batch is worth between 1 and S reference steps: 
     the learning rate, and the schedule advances by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """AdamW whose update also clips, averages the weights and casts their copies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

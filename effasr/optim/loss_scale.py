@@ -1,7 +1,5 @@
 """A factor of the loss in float16, whose small gradients would be zero without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

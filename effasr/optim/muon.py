@@ -1,7 +1,5 @@
 """Muon: orthogonalized momentum for the matrices of layers, AdamW for everything else."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

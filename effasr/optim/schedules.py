@@ -1,7 +1,5 @@
 """Learning-rate schedules: pure functions of the number of updates made."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal

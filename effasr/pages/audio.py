@@ -1,7 +1,5 @@
 """Players of utterances in a page."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -1,7 +1,5 @@
 """The page of a corpus: lengths, rates, characters, levels, duplicates, outliers, filters."""
 
-from __future__ import annotations
-
 import os
 import random
 import unicodedata

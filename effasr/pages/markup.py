@@ -1,7 +1,5 @@
 """Pieces of pages: escaped text, figures, tables, pictures as inline SVG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

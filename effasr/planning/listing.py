@@ -1,7 +1,5 @@
 """Reads lengths of utterances from manifests or lists, without audio where possible."""
 
-from __future__ import annotations
-
 import csv
 import re
 from array import array

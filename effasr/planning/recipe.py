@@ -5,8 +5,6 @@ those of effasr's own recipes for such sizes, where one exists. `Practice.source
 published.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A comparison of strategies as Markdown, and as bars in SVG for light and dark pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -1,7 +1,5 @@
 """Builds the components of a resolved run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

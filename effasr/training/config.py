@@ -1,7 +1,5 @@
 """The configuration of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A micro-batch as one CUDA graph: what forbids it, recording and replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Model FLOPs utilisation (MFU) and hardware FLOPs utilisation (HFU) of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The backends of a run's operations: as its configuration says, or as measured on this GPU."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

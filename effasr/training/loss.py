@@ -1,7 +1,5 @@
 """The objective: a weighted sum of losses, each a mean over the whole global step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of the GPU, or of this process without one."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

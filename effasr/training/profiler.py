@@ -1,7 +1,5 @@
 """Profiles some steps of a run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

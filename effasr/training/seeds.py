@@ -1,7 +1,5 @@
 """Seeds of dropout and augmentation, and random choices of a step."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Validation during training: the code of ``effasr evaluate``, split over the ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Reads the weights that a run starts from, and selects those that are trained."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial

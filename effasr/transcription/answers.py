@@ -1,7 +1,5 @@
 """Answers conversations with a speech language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Grouping of utterances into packed batches for decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from effasr.checks import check

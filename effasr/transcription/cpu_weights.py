@@ -1,7 +1,5 @@
 """Weights in the layouts of faster inference on a CPU: oneDNN's blocks, and panels of a decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Decoding of batches, one by one or by continuous batching."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol

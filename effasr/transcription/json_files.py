@@ -1,7 +1,5 @@
 """Result files in JSON and text, written atomically."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -12,8 +12,6 @@ Only the journal is written while the model works. The others follow from it, so
 threshold needs no new transcription.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Pipeline from recordings to transcripts: load, split, batch, decode, join."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

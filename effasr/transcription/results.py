@@ -1,7 +1,5 @@
 """Results of transcription: a transcript in segments, or a failure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace

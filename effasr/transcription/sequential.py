@@ -1,7 +1,5 @@
 """Whisper's sequential decoding: windows that begin where the times of the one before end."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

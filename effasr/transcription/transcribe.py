@@ -1,7 +1,5 @@
 """Transcription of audio files and arrays, with its speed."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator

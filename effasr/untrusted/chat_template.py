@@ -3,8 +3,6 @@
 The sandbox keeps a template from files and from other objects; it bounds neither time nor memory.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from datetime import datetime

@@ -6,8 +6,6 @@ is opened where a standard stream is closed takes its number, and whatever is pr
 file. A terminal, a pipe or a disk behind standard error may end before a training.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

@@ -5,8 +5,6 @@ the line separators of Unicode without quotes, so that recipes, which have the n
 would have a number for the one, and any reader a space for the other.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Tells what a file is that was taken for a model, such as a pointer or a web page."""
 
-from __future__ import annotations
-
 import re
 import zipfile
 import zlib

@@ -6,8 +6,6 @@ is not downloaded yet is empty there. The readers of this project know paths onl
 that are read are downloaded.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Reads the untrusted metadata of a folder of torch.distributed.checkpoint, which is a pickle."""
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Reads untrusted files of ``torch.save``."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import zipfile

@@ -1,7 +1,5 @@
 """``effasr completion``: prints a script that completes commands in bash and zsh."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence

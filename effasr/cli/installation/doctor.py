@@ -1,7 +1,5 @@
 """``effasr doctor``: shows what is installed, and what serves each operation."""
 
-from __future__ import annotations
-
 import argparse
 
 from effasr.cli.options import AddCommand, print_line

@@ -1,7 +1,5 @@
 """``effasr recipes``: lists, shows and copies the recipes that come with effasr."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import textwrap

@@ -1,7 +1,5 @@
 """Reports this machine, what serves each operation on it, and what a recipe does there."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

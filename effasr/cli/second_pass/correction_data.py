@@ -1,7 +1,5 @@
 """``effasr make-correction-data``: text pairs from n-best lists to references."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

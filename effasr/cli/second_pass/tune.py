@@ -1,7 +1,5 @@
 """``effasr tune``: chooses the weights of a search on a dev set."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Audio of any file that ffmpeg reads, such as MP4, M4A and WebM: as a stream, or as FLAC."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Loudness of audio over time, and what may be speech by it alone."""
 
-from __future__ import annotations
-
 import numpy as np
 
 HOP_SECONDS = 0.01

@@ -1,7 +1,5 @@
 """Silence at the ends of training utterances: a model that hears none in training knows none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

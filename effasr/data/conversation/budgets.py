@@ -1,7 +1,5 @@
 """Shapes of batches of conversations, and epochs of mixed ones that fill whole steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

@@ -20,8 +20,6 @@ Neighbouring turns of one role are one message in NeMo's layout, joined by space
 paths are relative to the manifest's folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A token that is given is its id, a token that the model must write is ``~id``, a
 is `CLIP`: it becomes as many rows as the adapter makes of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Token rows of a conversation, by the chat template of a tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Makes synthetic speech sound recorded: level, background noise, 16 bits."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Conversations of the demo corpus, and the folder of a small chat model without weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

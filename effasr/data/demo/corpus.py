@@ -1,7 +1,5 @@
 """Builds the demo corpus on disk, once: a second call with the same arguments finds it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

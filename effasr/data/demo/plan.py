@@ -1,7 +1,5 @@
 """Plans every recording of the demo corpus before any is synthesised."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

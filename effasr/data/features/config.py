@@ -1,7 +1,5 @@
 """Configuration of the features."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Number of encoder frames of an utterance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar
 

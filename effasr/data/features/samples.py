@@ -1,7 +1,5 @@
 """Samples of packed audio in slots, for encoders whose convolutions read the waveform."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Sums and maxima over the rows of each packed sequence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

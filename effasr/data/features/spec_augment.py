@@ -1,7 +1,5 @@
 """SpecAugment on packed mel rows, sampled on the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

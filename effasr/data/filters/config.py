@@ -1,7 +1,5 @@
 """Limits and filters of utterances, and the check of how many they drop."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

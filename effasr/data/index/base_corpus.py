@@ -1,7 +1,5 @@
 """What all corpora of a run have in common: the epochs that their mixture draws."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ resulting table depends on the manifests, the tokenizer and a few limits, but on
 is named by a digest of these, so that a table is found only under its own key.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Reads manifests into a table of utterances, in one process or in several."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Training selects from the utterances of manifests, `effasr plan` from lists of lengths.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """lhotse's cut manifests, and the folders that `effasr prepare` writes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

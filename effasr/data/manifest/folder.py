@@ -1,7 +1,5 @@
 """Folders of audio files with transcripts."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

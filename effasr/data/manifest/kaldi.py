@@ -1,7 +1,5 @@
 """Kaldi data folders: ``wav.scp``, ``text``, and optional files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

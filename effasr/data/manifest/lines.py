@@ -1,7 +1,5 @@
 """Reads lines of text files, plain or gzipped; errors name the file and the line."""
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import io

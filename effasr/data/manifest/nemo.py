@@ -1,7 +1,5 @@
 """NeMo's manifests: JSON lines with ``audio_filepath``, ``duration`` and ``text``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

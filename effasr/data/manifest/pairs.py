@@ -1,7 +1,5 @@
 """Text pairs without audio: JSON lines with ``source_text``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A format of lines is added to `LINES`, a format of folders to `FOLDERS`; nothing else knows formats.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """lhotse's recordings and supervisions in a folder, without cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path

@@ -4,8 +4,6 @@ lhotse reads shards from front to back; here every recording is found by its pla
 so that a plan may ask for any utterance at any time.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Iterator

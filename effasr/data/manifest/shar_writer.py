@@ -1,7 +1,5 @@
 """Writes lhotse's Shar folders: shards of cuts, and of their audio in tar files."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Sets of files that are one corpus, and what tar files hold."""
 
-from __future__ import annotations
-
 import re
 import tarfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tables of utterances: CSV and TSV, with or without a header, beside the audio or naming it."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import os

@@ -1,7 +1,5 @@
 """Times of words and segments in manifests: fields, and tokens of times in a text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An utterance of a manifest, its conversion to a lhotse cut, and what a manifest format is."""
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections import Counter

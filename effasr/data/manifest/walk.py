@@ -1,7 +1,5 @@
 """Lists the files of a folder, for training and for transcription alike."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Cost model: predicted FLOPs of an utterance by its lengths."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

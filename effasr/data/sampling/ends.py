@@ -6,8 +6,6 @@ therefore plans the corpus without D(e) and with D(e - 1): it fills whole steps,
 planned once in each pass, and any epoch can be planned without those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

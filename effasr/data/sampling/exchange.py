@@ -1,7 +1,5 @@
 """Exchanges utterances between groups until their sums reach the targets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ ranks, in the same order, and returns only its own. One sampler that returns all
 plans the whole run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

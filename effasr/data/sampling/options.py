@@ -1,7 +1,5 @@
 """Names and options of the batching strategies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -5,8 +5,6 @@ utterances until frames and tokens fit in all of them and their predicted costs 
 Micro-batches of similar cost share a step.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Measures a plan: padding, FLOPs, and the imbalance of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

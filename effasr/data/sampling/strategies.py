@@ -4,8 +4,6 @@
 lhotse's samplers from lengths alone, for comparison and for training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

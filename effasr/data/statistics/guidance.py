@@ -1,7 +1,5 @@
 """Formats corpus counts for users, and a warning where CTC will be hard to train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from effasr.data.features.frame_geometry import Framing

@@ -6,8 +6,6 @@ for about 1,000 hours and 1,024 for 10,000 hours and more. Larger vocabularies h
 token, and fewer examples of each token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tokenizers: text to token ids and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from effasr.data.languages import UnknownLanguageError

@@ -1,7 +1,5 @@
 """Tokenizers of wav2vec 2.0 models: a vocabulary of characters, in ``vocab.json``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

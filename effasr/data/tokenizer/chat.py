@@ -1,7 +1,5 @@
 """Tokenizers of chat models: a ``tokenizer.json`` with a chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How well a tokenizer keeps texts: unknown tokens, and texts that come back changed."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tokenizers of Hugging Face's models, of Canary and Parakeet: a ``tokenizer.json``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Trains SentencePiece vocabularies, one per language or one for all."""
 
-from __future__ import annotations
-
 import io
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Tokenizers of Whisper models: byte-level BPE, languages, tasks and timestamps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

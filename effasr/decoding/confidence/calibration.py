@@ -1,7 +1,5 @@
 """Map from raw confidences to probabilities that a word is right."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Confidence of each token of a transcript, whatever search has made it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

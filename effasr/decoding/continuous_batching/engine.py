@@ -1,7 +1,5 @@
 """Greedy search of the attention decoder with continuous batching."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Answers of an encoder-decoder model: what its decoder reads, and its cache of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any

@@ -1,7 +1,5 @@
 """Greedy and beam search of answers with continuous batching."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any

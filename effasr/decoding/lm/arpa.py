@@ -1,7 +1,5 @@
 """Reader of ARPA files, the text form of back-off n-gram models."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """Phrase boosting: a prefix tree of phrases in pieces, whose bonuses are added to the scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads the language model and the phrases of a decoding configuration."""
 
-from __future__ import annotations
-
 from effasr.checks import check
 from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig

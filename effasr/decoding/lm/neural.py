@@ -1,7 +1,5 @@
 """Neural language models over the model's tokens, for shallow fusion."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import defaultdict

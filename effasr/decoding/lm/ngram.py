@@ -1,7 +1,5 @@
 """Language models over token ids for shallow fusion, and n-grams of them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

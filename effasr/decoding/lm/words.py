@@ -1,7 +1,5 @@
 """N-gram models over words, and their fusion with a search over tokens."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Log-probabilities of texts by a causal language model of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

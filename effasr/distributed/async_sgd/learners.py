@@ -10,8 +10,6 @@ begun go to the learner that arrives first, and when all are finished the remain
 With G learners, a step of the plan consists of G updates, each on one G-th of its data.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator

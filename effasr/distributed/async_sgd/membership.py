@@ -1,7 +1,5 @@
 """Membership of learners: heartbeats, lost learners, and the participants of synchronizations."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Averages the weights of a learner with those of its neighbours while it trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

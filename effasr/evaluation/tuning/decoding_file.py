@@ -1,7 +1,5 @@
 """The file with the options of a search, which ``effasr tune`` writes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, make_dataclass

@@ -1,7 +1,5 @@
 """Decoding of a dev set with n-best lists, and the weights that choose best among them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The models are the same functions: outputs, losses and gradients agree. Reading 
 only safetensors; transformers >= 5.23 loads what is written here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors.torch import save_file

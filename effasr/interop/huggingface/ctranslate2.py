@@ -5,8 +5,6 @@ under other names, with the projections of attention joined. They are written by
 ``ctranslate2``, from what is exported for transformers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import struct

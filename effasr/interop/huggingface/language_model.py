@@ -1,7 +1,5 @@
 """Language models in transformers' folders, and exported speech language models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Classes of transformers with a FastConformer: Canary, Cohere's, Parakeets and Nemotrons."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import replace

@@ -11,8 +11,6 @@ Moonshine has an encoder of this kind before a decoder. Pairs of channels that r
 there, and halves of the rotated channels here.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

@@ -5,8 +5,6 @@ Utterances are followed by silence up to the 30 s that such models were trained 
 ``begin_suppress``; its fields of timestamps are kept for an export.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import replace

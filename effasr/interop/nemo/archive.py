@@ -4,8 +4,6 @@ A ``.nemo`` is a tar, gzipped in older versions, of ``model_config.yaml``, ``mod
 and files that the configuration names as ``nemo:FILE``; or a folder with the same files.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """NeMo's models, from and to ``.nemo`` files."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """NeMo's model configurations: read to this project's, and written of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

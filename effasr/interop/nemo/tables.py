@@ -5,8 +5,6 @@ transformers, have all sines and then all cosines. So every weight that reads fr
 decoder's residual stream has its channels reordered, which changes no bit of any weight.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

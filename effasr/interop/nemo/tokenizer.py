@@ -1,7 +1,5 @@
 """Reading and writing of the tokenizer section of NeMo's configurations."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Description of exported ONNX graphs for other runtimes: ``onnx.json``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

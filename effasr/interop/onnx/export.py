@@ -1,7 +1,5 @@
 """Export of ONNX graphs: the encoder, and steps of the decoder and the transducer."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export of one module as an ONNX graph, and its execution by onnxruntime."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -4,8 +4,6 @@ Functions and weights are those of `effasr.model` in evaluation mode; only the l
 caches and states are inputs and outputs. Speed does not matter here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import cast

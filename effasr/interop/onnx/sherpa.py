@@ -6,8 +6,6 @@ order, and sizes from the metadata of the first graph. With a context, the first
 next chunk of streams, with the inputs and outputs of NeMo's cache-aware encoders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

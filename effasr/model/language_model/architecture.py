@@ -3,8 +3,6 @@
 The modules are those of the installed transformers. Code that a folder may contain is never run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

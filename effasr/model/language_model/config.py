@@ -1,7 +1,5 @@
 """Configuration of the language model and of the adapter that feeds speech to it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

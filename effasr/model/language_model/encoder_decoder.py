@@ -4,8 +4,6 @@ Relative positions of T5 are added to the scores of attention, by buckets, which
 cannot do: inside the language model, and there alone, conversations are padded batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any

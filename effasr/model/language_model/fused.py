@@ -5,8 +5,6 @@ parts of an RMS norm or of a gated feed-forward network is called on random rows
 result is that of the operation, its forward is replaced. The others keep their own.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field

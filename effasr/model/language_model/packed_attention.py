@@ -5,8 +5,6 @@ values of shape (1, H, T, D), and with the keyword arguments of its own forward.
 `CONTEXT`, has the boundaries of the sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol

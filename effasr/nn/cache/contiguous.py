@@ -1,7 +1,5 @@
 """Decoder cache with the keys and values of each row contiguous: fastest on a CPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

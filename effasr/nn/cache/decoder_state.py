@@ -1,7 +1,5 @@
 """State of a decoder between tokens: caches and positions of its sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A calibration from beginning to end, for the command and for training."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Calibrations on disk, each under a fingerprint of everything that it depends on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@
 and writes the measurement to standard output, as JSON. It ends with the process of id PARENT.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The average of several checkpoints of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes an exported model into a folder as a whole."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

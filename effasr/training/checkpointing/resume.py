@@ -1,7 +1,5 @@
 """Compatibility of runs with checkpoints."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Copies of tensors in host memory, from which checkpoints are written while training continues."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

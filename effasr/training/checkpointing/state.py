@@ -1,7 +1,5 @@
 """The training state of a checkpoint: a mapping of component names to their states."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Handles steps whose update was skipped because the loss or gradient was not finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Requests to stop by signals: at the end of a step, or at once in phases that make no steps."""
 
-from __future__ import annotations
-
 import math
 import os
 import select

@@ -6,8 +6,6 @@ that is itself stuck, in a read that does not return or a kernel that does not e
 process.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ Each writes in a thread, so that a slow server delays no step. A logger that fai
 of a network or of its package, is left out after one warning.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import queue

@@ -3,8 +3,6 @@
 A checkpoint is whole there when its manifest.json is, which is written last and removed first.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

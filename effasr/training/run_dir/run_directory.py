@@ -1,7 +1,5 @@
 """The files of a run, written by rank 0: they are the interface to everything else."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Describes data and model before the first step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Asynchronous training: learners make independent steps and average weights in the background."""
 
-from __future__ import annotations
-
 import bisect
 import logging
 import os

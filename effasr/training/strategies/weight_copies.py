@@ -14,8 +14,6 @@ the gradients of the layer meet, in one launch for all (`effasr_kernels.runtime.
 that the weights of its norms take part; they are not cast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Pretraining with BEST-RQ: its validation, and the use of its codes."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The average of the weights as a teacher that labels utterances without text."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Audio that arrives while it is transcribed: stalled sources, and signals that end it."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator

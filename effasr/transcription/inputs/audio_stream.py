@@ -1,7 +1,5 @@
 """Reading of recordings of any length in blocks of a few seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass

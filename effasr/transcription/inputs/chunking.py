@@ -1,7 +1,5 @@
 """Splitting of recordings into chunks of speech, and of long speech at its quietest moments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Prefetching: calls on threads while the caller works on earlier results."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor

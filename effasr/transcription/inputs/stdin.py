@@ -1,7 +1,5 @@
 """Standard input of ``effasr transcribe -``: names of files, or the audio of one."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import re

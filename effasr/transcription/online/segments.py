@@ -1,7 +1,5 @@
 """Segments of a stream: where they end, and what they hold."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which models can decode streams frame by frame, and in which contexts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

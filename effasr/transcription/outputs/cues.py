@@ -1,7 +1,5 @@
 """Cues of subtitles: where a transcript is divided into cues, and cues into lines."""
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """Subtitles (SRT, WebVTT) and CTM files of transcripts with times."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

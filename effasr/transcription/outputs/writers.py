@@ -1,7 +1,5 @@
 """Writers of transcripts, to standard output or to one file per recording."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Correction of transcripts by a model that reads their alternatives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher

@@ -1,7 +1,5 @@
 """Choice among the alternatives of segments by a second language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice

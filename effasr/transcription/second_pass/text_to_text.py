@@ -1,7 +1,5 @@
 """Texts written from texts, by a model with a text encoder or a language model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

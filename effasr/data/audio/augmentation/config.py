@@ -1,7 +1,5 @@
 """Configuration of audio augmentation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from effasr.checks import check

@@ -1,7 +1,5 @@
 """Schedule and topology of averaging between learners."""
 
-from __future__ import annotations
-
 import random
 import ssl
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tracks the remaining neighbours and the errors of the threads that exchange with them."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

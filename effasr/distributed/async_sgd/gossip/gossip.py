@@ -1,7 +1,5 @@
 """One learner of a group that averages weights in the background."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time

@@ -13,8 +13,6 @@ sizes. A program on the path between two learners can still read and change what
 both change to TLS before the last message, which then shows that both certificates were accepted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Copies of a model's weights as one flat tensor in host memory."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence
