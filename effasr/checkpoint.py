@@ -295,7 +295,6 @@ def resolve(path: str | Path) -> Path:
 def write_model(
     folder: Path, description: Description, weights: Mapping[str, Tensor], tokenizer: Tokenizer
 ) -> None:
-    """Write the files of a model directory into a folder."""
     (folder / DESCRIPTION).write_text(configuration.dump(description), encoding="utf-8")
     safetensors.torch.save_file(dict(weights), folder / WEIGHTS)
     tokenizer.save(folder / TOKENIZER)

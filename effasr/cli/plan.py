@@ -310,7 +310,6 @@ def _setting(
 
 
 def _check_strategy(options: argparse.Namespace, strategy: str) -> None:
-    """Refuse options that the strategy does not have."""
     for name, strategies in _STRATEGIES_BY_OPTION.items():
         value = getattr(options, name)
         if value is not None and strategy not in (*strategies, "all"):
@@ -321,7 +320,6 @@ def _check_strategy(options: argparse.Namespace, strategy: str) -> None:
 
 
 def _check_output(name: str, path: Path | None, suffix: str) -> None:
-    """Check the path of an output before the work."""
     if path is None:
         return
     rule, is_file = f"be a file that ends in {suffix}", path.suffix == suffix and not path.is_dir()

@@ -158,7 +158,6 @@ def with_experts(batch: Batch) -> Batch:
 def _decoder_rows(
     examples: Sequence[Example] | Sequence[TextExample], eos_id: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the decoder's input and target of each example."""
     tokens: list[list[int]] = []
     targets: list[list[int]] = []
     for example in examples:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from effasr.checks import check
 from effasr.data.audio.augmentation.config import AudioAugmentationConfig
@@ -281,30 +281,16 @@ class DataConfig:
     def assumed_language(self) -> str:
         return self.language or "en"
 
-    def limits(
-        self,
-        *,
-        ctc: bool = True,
-        max_frames: int | None = None,
-        max_positions: int | None = None,
-        framing: Framing = FASTCONFORMER,
-    ) -> Limits:
+    def limits(self, **of_model: Any) -> Limits:
+        """Return the limits; ``of_model``: `Limits` that the model sets, such as ``framing``."""
+        names = "min_duration", "max_duration", "token_budget", "text", "text_column"
         return Limits(
-            min_duration=self.min_duration,
-            max_duration=self.max_duration,
+            **{name: getattr(self, name) for name in (*names, "timestamps", "timestamp_share")},
             frame_budget=None if self.frame_budget == "auto" else self.frame_budget,
-            token_budget=self.token_budget,
-            max_frames=max_frames,
-            max_positions=max_positions,
             max_tokens_per_second=self.filters.max_tokens_per_second,
             max_characters_per_second=self.filters.max_characters_per_second,
             languages=tuple(map(language_code, self.filters.languages)),
             characters=self.filters.characters,
-            ctc=ctc,
             speed_perturbation=self.speeds,
-            framing=framing,
-            text=self.text,
-            text_column=self.text_column,
-            timestamps=self.timestamps,
-            timestamp_share=self.timestamp_share,
+            **of_model,
         )

@@ -211,7 +211,6 @@ class RunLock:
                     folder.rmdir()
 
     def _try(self) -> dict[str, Any] | None:
-        """Take the lock, or return its holder."""
         for _ in range(_TRIES):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -254,7 +253,6 @@ class RunLock:
         self._record(descriptor)
 
     def _record(self, descriptor: int) -> None:
-        """Write who holds the lock."""
         holder = {
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -141,7 +141,7 @@ class DecodingConfig:
             does: in windows that begin where the last time in the text of the one before is
             (sequential). Segments have ``timestamps`` then. A text that repeats itself or is
             unlikely is drawn again with temperatures, unless ``fallback`` is false. See
-            `effasr.transcription.sequential`.
+            `effasr.transcription.decode_queue`.
         previous_text: Let the decoder read the text of the windows before, with ``long_form``
             sequential (the default), but none that was drawn with a temperature above 0.5.
         temperature: Draws tokens of the attention decoder, with a beam of 1; 0 for the best ones.

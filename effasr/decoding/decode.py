@@ -18,9 +18,8 @@ from effasr.decoding.decoded import Decoded, EncodedBatch, with_details, with_pa
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.loading import load_boost, load_lm
 from effasr.decoding.lm.ngram import TokenLM
-from effasr.decoding.tdt_beam import tdt_beam
 from effasr.decoding.timestamps import timestamp_rules, with_parts_of_time, without_context
-from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_beam import tdt_beam, transducer_beam
 from effasr.decoding.transducer_greedy import emitted_labels
 from effasr.model.asr import ASRModel
 from effasr_kernels import PackedSequence

@@ -91,7 +91,6 @@ class GradientSync:
         """Begin a step; ``on_first_bucket`` is called before its first gradients are sent."""
 
     def no_sync(self) -> AbstractContextManager:
-        """Return a context in which gradients accumulate locally."""
         return nullcontext()
 
     def all_reduce(self) -> None:

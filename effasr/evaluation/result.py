@@ -4,7 +4,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ class ScoredUtterance:
 
     @property
     def language(self) -> str:
-        """Language of the texts."""
         return self.group.rpartition("->")[2]
 
     @property
@@ -225,15 +224,11 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
         raise ValueError(
             f"`evaluations` must share one normaliser, but have {sorted(normalizers)}."
         )
-    return Evaluation(
-        normalizer=normalizers.pop(),
+    return replace(
+        evaluations[0],
         utterances=tuple(u for evaluation in evaluations for u in evaluation.utterances),
         failures=tuple(f for evaluation in evaluations for f in evaluation.failures),
         seconds=max(evaluation.seconds for evaluation in evaluations),
-        method=evaluations[0].method,
-        search=evaluations[0].search,
-        calibrated=evaluations[0].calibrated,
-        vad=evaluations[0].vad,
     )
 
 

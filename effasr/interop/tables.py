@@ -130,7 +130,6 @@ def _their_names(name: str, renames: Renames) -> list[str]:
 
 
 def weight_shapes(config: ModelConfig, vocab_size: int) -> dict[str, torch.Size]:
-    """The shapes of all weights of a model, by name."""
     with torch.device("meta"):
         state = ASRModel(config, vocab_size).state_dict()
     return {name: value.shape for name, value in state.items()}

@@ -96,7 +96,6 @@ class _Run:
         return run
 
     def manifest(self, name: str) -> str | None:
-        """Return the manifest of an evaluation, where it is known."""
         by_name: dict[str, str] = {}
         paths = self.config.get("data", {}).get("validation") or ()
         for path in [paths] if isinstance(paths, str) else paths:

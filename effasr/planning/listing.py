@@ -265,7 +265,6 @@ class _Reader:
             raise row.error("`text` and `num_tokens` are missing: every line needs one of them.")
 
     def _add_utterance(self, name: str, position: _Position, utterance: Utterance) -> None:
-        """Add an utterance of a manifest."""
         plain = self._limits.timestamps == "none"
         if plain and isinstance(utterance, FileUtterance) and utterance.duration is not None:
             lengths, prompt, origin = utterance.duration, utterance.prompt, utterance.origin
@@ -316,7 +315,6 @@ class _Reader:
 
 
 def _estimate(text: str) -> int:
-    """Estimate the tokens of a text from its bytes."""
     return -(-len(text.encode()) // BYTES_PER_TOKEN)
 
 

@@ -297,7 +297,6 @@ def draw(
 def _arrange(
     rows: int, groups: Sequence[str] | None
 ) -> tuple[list[tuple[float, str]], list[float]]:
-    """Return the positions of headings and of rows."""
     headings: list[tuple[float, str]] = []
     tops: list[float] = []
     top = float(_TOP)

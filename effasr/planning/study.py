@@ -226,7 +226,6 @@ def _plan(
 
 
 def _strategy_options(strategy: str, options: StrategyOptions) -> StrategyOptions:
-    """Return the options that apply to the strategy."""
     by_size = strategy in _BY_SIZE and options.batch_size is not None
     table = options.table if strategy == "sync_bucketed_2d" else None
     return replace(

@@ -21,7 +21,7 @@ from effasr.data.sampling.cost import CostModel
 from effasr.evaluation.tables import to_text
 from effasr.planning.report import Panel, draw, percent
 from effasr.planning.study import LADDER, StrategyResult, StudyOptions, compare
-from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.calibrate import LinearModel
 from effasr.untrusted.documents import read_json
 
 FIXED = ("random", "bucketed")  # strategies that are also planned with a number of utterances

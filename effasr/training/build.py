@@ -36,7 +36,7 @@ from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, rela
 from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale
-from effasr.training.diagnostics.detectors import CTCBaseline
+from effasr.training.diagnostics.monitor import CTCBaseline
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.kernels import select_backends
 from effasr.training.loss import Objective

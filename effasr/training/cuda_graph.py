@@ -97,7 +97,6 @@ def obstacles_of_batches(config: TrainConfig) -> Iterator[Obstacle]:
 
 
 def obstacles_of_model(model: ModelConfig, device: torch.device) -> Iterator[Obstacle]:
-    """Yield the obstacles of the model and the device."""
     language_model = model.language_model
     if (
         device.type == "cuda"

@@ -18,7 +18,7 @@ from effasr.training.step import StepReport
 from effasr.training.step_stats import StepCounts
 
 if TYPE_CHECKING:
-    from effasr.data.micro_batch_loader import StepBatch
+    from effasr.data.loader import StepBatch
     from effasr.training.corpus import TrainingCorpus
 
 _MEANS = (*LOSSES, "grad_norm")

@@ -496,7 +496,6 @@ def _is_padded(model: ModelConfig) -> bool:
 
 
 def _check_strategy(config: TrainConfig) -> None:
-    """Check for settings that a strategy does not support."""
     settings, strategy = config.training, config.training.strategy
     is_single = settings.max_epochs is None or config.optimizer.adascale is None
     rule = "be null with optimizer.adascale, whose steps count as several"

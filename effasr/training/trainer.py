@@ -19,7 +19,7 @@ from effasr import ranges
 from effasr.checkpoint import read_description
 from effasr.checks import check
 from effasr.data.features.config import UNDERSTOOD_WINDOW_S
-from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.loader import StepBatch
 from effasr.data.prompt import Prompt
 from effasr.data.worker_processes import check_open_files
 from effasr.distributed.failures import TrainingFailed
@@ -589,7 +589,6 @@ class Trainer:
                 self.diagnostics.forget_validations()
 
     def _components(self) -> dict[str, Stateful | None]:
-        """Return the stateful components by their names in a checkpoint."""
         return {
             "objective": self.state.objective,
             "meter": self.metrics,

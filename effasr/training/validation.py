@@ -210,7 +210,6 @@ def _check_scorable(
 
 
 def _check_experts(config: ModelConfig, members: Sequence[TextPair]) -> None:
-    """Check that there is an expert for each pair, where names choose them."""
     if (experts := config.named_experts(text=True)) is None:
         return
     for pair in members:

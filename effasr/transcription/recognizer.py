@@ -38,7 +38,9 @@ from effasr.transcription.decode_queue import (
     BatchDecoder,
     ContinuousBatches,
     ConversationBatches,
+    SequentialBatches,
     SingleBatches,
+    windows,
 )
 from effasr.transcription.inputs.arrival import Interruption
 from effasr.transcription.inputs.audio_stream import AudioStream
@@ -65,7 +67,6 @@ from effasr.transcription.results import (
 )
 from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass
-from effasr.transcription.sequential import SequentialBatches, windows
 from effasr.transcription.word_timestamps import Word, split_text, word_timestamps, words_of_parts
 
 _WINDOW_BATCHES = 2  # batches of audio that are loaded before batches are planned by length

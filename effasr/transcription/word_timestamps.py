@@ -153,7 +153,6 @@ def word_groups(
     spaces: bool,
     cuts: Sequence[int] = (),
 ) -> list[WordGroup]:
-    """Join tokens to words."""
     if cuts:
         bounds = itertools.pairwise([0, *cuts, len(tokens)])
         parts = [(tokens[a:b], spans[a:b]) for a, b in bounds]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from effasr import config as configuration
-from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.calibrate import LinearModel
 from effasr.training.config import TrainConfig
 from tests.support.known_machine import known_machine
 

@@ -12,8 +12,7 @@ from effasr import checkpoint, config
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.tokenizer import load_tokenizer
 from effasr.planning import initial
-from effasr.planning.initial import Initial
-from effasr.planning.recipe import StartModel, practice_for, practices, recipe_text
+from effasr.planning.initial import Initial, StartModel, practice_for, practices, recipe_text
 from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines

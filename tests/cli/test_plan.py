@@ -16,7 +16,7 @@ from effasr.data.loader import Loader
 from effasr.data.sampling.options import STRATEGIES
 from effasr.data.tokenizer import load_tokenizer
 from effasr.model.cost import cost_model
-from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.calibrate import LinearModel
 from effasr.training.calibration.store import Calibration
 from effasr.training.config import TrainConfig
 from effasr.training.corpus import load_corpus

@@ -14,7 +14,7 @@ import torch
 
 from effasr.data.audio.waveform import AudioError
 from effasr.data.batch import Batch
-from effasr.data.micro_batch_loader import MicroBatchRef
+from effasr.data.loader import MicroBatchRef
 from effasr.data.worker_processes import next_item
 from tests.support.corpora import make_loader
 from tests.support.corpora import take_steps as take

@@ -38,8 +38,7 @@ from effasr.data.audio.waveform import AudioError
 from effasr.data.config import DataConfig
 from effasr.data.features.frame_geometry import FASTCONFORMER
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader
-from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.loader import Loader, StepBatch
 from tests.support.corpora import make_loader, write_lines
 from tests.support.corpora import take_steps as take
 

@@ -15,8 +15,8 @@ from effasr.data.manifest.prepare import parse_clean, prepare
 from effasr.data.manifest.reader import named
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import NeMoTokenizer, WhisperTokenizer
+from effasr.data.tokenizer.hugging_face import TIMESTAMP
 from effasr.data.tokenizer.nemo import SPECIAL
-from effasr.data.tokenizer.whisper import TIMESTAMP
 from effasr.decoding import decode
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded

@@ -16,8 +16,8 @@ from effasr.data.tokenizer import (
     SentencePieceTokenizer,
     UnknownLanguageError,
     load_tokenizer,
+    sentence_piece,
     train_tokenizer,
-    training,
 )
 from effasr.data.tokenizer.fidelity import TextFidelity
 
@@ -178,7 +178,7 @@ def test_a_language_that_is_no_file_name_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both, language: str
 ) -> None:
     model = both.models["en"]
-    monkeypatch.setattr(training, "train_model", lambda *_, **__: pytest.fail("trains"))
+    monkeypatch.setattr(sentence_piece, "train_model", lambda *_, **__: pytest.fail("trains"))
     with pytest.raises(ValueError, match=f"`language` must be .*, but is '{language}': use"):
         train_tokenizer({"en": ENGLISH, language: GERMAN}, tmp_path / "out", vocab_size=40)
     with pytest.raises(ValueError, match=f"`language` must be .*, but is '{language}': use"):
@@ -347,7 +347,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_texts_come_back_as_they_are(tmp_path: Path, model_type: training.ModelType) -> None:
+def test_texts_come_back_as_they_are(tmp_path: Path, model_type: sentence_piece.ModelType) -> None:
     texts = {
         name: [*text.split(), unicodedata.normalize("NFC", text)] * 9
         for name, text in SCRIPTS.items()

@@ -16,8 +16,7 @@ from effasr.data.tokenizer import Tokenizer
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decode import decode
 from effasr.decoding.decoded import Decoded
-from effasr.decoding.tdt_beam import tdt_beam
-from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_beam import tdt_beam, transducer_beam
 from effasr.model.asr import ASRModel
 from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import Transducer, TransducerConfig

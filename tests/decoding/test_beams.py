@@ -15,8 +15,7 @@ from effasr.decoding.decoded import EncodedBatch, with_scores
 from effasr.decoding.hypothesis import Hypothesis, NBest
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenNgrams
-from effasr.decoding.tdt_beam import tdt_beam
-from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_beam import tdt_beam, transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.transducer import TransducerConfig
 from effasr_kernels import PackedSequence, pack

@@ -14,8 +14,12 @@ from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.ngram import TokenNgrams
 from effasr.decoding.streams import BeamStreams, keep_consistent
-from effasr.decoding.tdt_beam import TDTBeamStreams, tdt_beam
-from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
+from effasr.decoding.transducer_beam import (
+    TDTBeamStreams,
+    TransducerBeamStreams,
+    tdt_beam,
+    transducer_beam,
+)
 from effasr.model.transducer import Transducer, TransducerConfig
 from effasr_kernels import PackedSequence, pack
 from tests.decoding.cases import GIVEN, make_frames, make_head

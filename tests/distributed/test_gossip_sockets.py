@@ -25,19 +25,20 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from effasr.distributed.async_sgd.gossip import listener, sockets
+from effasr.distributed.async_sgd.gossip import sockets
 from effasr.distributed.async_sgd.gossip.config import GossipConfig, TLSConfig, tls_context
 from effasr.distributed.async_sgd.gossip.gossip import Gossip
-from effasr.distributed.async_sgd.gossip.listener import (
+from effasr.distributed.async_sgd.gossip.sockets import (
     HELLO_BYTES,
     KEY_BYTES,
     HandshakeError,
     Listener,
+    PeerLost,
+    SocketTransport,
     introduce,
     own_addresses,
     verify,
 )
-from effasr.distributed.async_sgd.gossip.sockets import PeerLost, SocketTransport
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.distributed.process_group import DistributedContext
@@ -328,7 +329,7 @@ def under(attack: Attack, endpoint: tuple[str, int], clients: int) -> Iterator[N
 
 @pytest.mark.parametrize("attack", [garbage, slow_drip, silence, huge_length, echo])
 def test_two_learners_connect_and_exchange_under_attack(attack, monkeypatch, caplog):
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(sockets, "HANDSHAKE_S", 1.0)
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
         listening = pool.submit(SocketTransport, store, 1, [0], 30.0)
@@ -485,9 +486,9 @@ def test_a_false_server_is_not_taken_for_a_learner(answer):
 
 
 def test_handshakes_have_limits_and_a_neighbour_may_connect_again(monkeypatch, caplog):
-    monkeypatch.setattr(listener, "HANDSHAKE_S", 2.0)
-    monkeypatch.setattr(listener, "_PENDING", 2)
-    caplog.set_level("DEBUG", listener.__name__)
+    monkeypatch.setattr(sockets, "HANDSHAKE_S", 2.0)
+    monkeypatch.setattr(sockets, "_PENDING", 2)
+    caplog.set_level("DEBUG", sockets.__name__)
     with Listener(["127.0.0.1"], 1) as local, ThreadPoolExecutor(1) as pool, ExitStack() as clients:
         accepting = pool.submit(local.accept, {0, 2}, time.monotonic() + 30.0)
 

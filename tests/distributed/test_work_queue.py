@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from effasr.distributed.async_sgd.membership import BEAT_S, EvictedError, Membership, WorkQueue
+from effasr.distributed.async_sgd.learners import BEAT_S, EvictedError, Membership, WorkQueue
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ import soundfile
 import yaml
 
 from effasr.cli import main as cli
-from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.calibrate import LinearModel
 from effasr.training.run_dir.run_directory import read_lines
 from tests.cli.conftest import RECIPE, write_manifest
 from tests.docs import scripts

@@ -15,8 +15,7 @@ from effasr.data.features.config import FeatureConfig
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.decoding.attention_beam import attention_beam
 from effasr.decoding.ctc_beam import ctc_beam
-from effasr.decoding.tdt_beam import tdt_beam
-from effasr.decoding.transducer_beam import transducer_beam
+from effasr.decoding.transducer_beam import tdt_beam, transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.interop.huggingface.checkpoint import CLASSES, export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens

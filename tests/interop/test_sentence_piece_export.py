@@ -2,8 +2,7 @@
 
 import pytest
 
-from effasr.data.tokenizer.sentence_piece import SHARED, SentencePieceTokenizer
-from effasr.data.tokenizer.training import train_model
+from effasr.data.tokenizer.sentence_piece import SHARED, SentencePieceTokenizer, train_model
 from effasr.interop.huggingface.sentence_piece import export_sentence_piece
 
 transformers = pytest.importorskip("transformers")

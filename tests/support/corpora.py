@@ -11,8 +11,7 @@ import soundfile
 
 from effasr.data.config import DataConfig
 from effasr.data.index.corpus import Corpus
-from effasr.data.loader import Loader
-from effasr.data.micro_batch_loader import StepBatch
+from effasr.data.loader import Loader, StepBatch
 from effasr.data.tokenizer import Tokenizer
 
 

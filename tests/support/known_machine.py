@@ -1,7 +1,7 @@
 """A machine whose memory and speed are known, in the place of the processes of trials."""
 
 from effasr.training.calibration import calibrate
-from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.calibrate import LinearModel
 from effasr.training.calibration.trial import Measurement
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from effasr import config as configuration
-from effasr.distributed.async_sgd.gossip.listener import Listener
+from effasr.distributed.async_sgd.gossip.sockets import Listener
 from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.training import trainer
 from effasr.training.config import TrainConfig

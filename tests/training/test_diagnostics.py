@@ -28,11 +28,12 @@ from effasr.nn.experts import ExpertsConfig
 from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import DiagnosticsConfig
 from effasr.training.diagnostics import examples
-from effasr.training.diagnostics.detectors import (
+from effasr.training.diagnostics.monitor import (
     AudioUse,
     Blanks,
     CTCBaseline,
     CTCPlateau,
+    Diagnostics,
     ErrorBalance,
     Overfitting,
     Repetition,
@@ -40,7 +41,6 @@ from effasr.training.diagnostics.detectors import (
     Validation,
     is_loop,
 )
-from effasr.training.diagnostics.monitor import Diagnostics
 from effasr.training.diagnostics.probe import Probe, ProbeSums
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run

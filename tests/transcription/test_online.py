@@ -23,8 +23,7 @@ from effasr.decoding.hypothesis import Hypothesis
 from effasr.decoding.lm.boosting import BoostTree
 from effasr.decoding.lm.loading import load_boost
 from effasr.decoding.streams import BeamStreams
-from effasr.decoding.tdt_beam import tdt_beam
-from effasr.decoding.transducer_beam import TransducerBeamStreams, transducer_beam
+from effasr.decoding.transducer_beam import TransducerBeamStreams, tdt_beam, transducer_beam
 from effasr.decoding.transducer_greedy import transducer_greedy
 from effasr.model.asr import ASRModel
 from effasr.model.language_prompt import LanguagePromptConfig

@@ -13,7 +13,7 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded
 from effasr.decoding.timestamps import with_parts_of_time
-from effasr.transcription import sequential
+from effasr.transcription import decode_queue
 from effasr.transcription.recognizer import Recognizer
 from effasr.transcription.transcribe import Waveform, transcribe
 from tests.support.recognition import RATE
@@ -76,8 +76,8 @@ def test_segments_have_the_times_of_tokens_or_of_words(timed, waves, monkeypatch
 @pytest.fixture
 def accepting(monkeypatch):
     """Accept every text, so that none is drawn again."""
-    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", -math.inf)
-    monkeypatch.setattr(sequential, "_MOST_COMPRESSION", math.inf)
+    monkeypatch.setattr(decode_queue, "_LEAST_LOG_PROB", -math.inf)
+    monkeypatch.setattr(decode_queue, "_MOST_COMPRESSION", math.inf)
 
 
 @pytest.mark.parametrize("previous_text", [False, True])
@@ -122,7 +122,7 @@ def test_windows_go_on_where_transformers_do(previous_text, timed, accepting):
 
 def test_what_is_not_accepted_is_drawn_again(timed, waves, monkeypatch):
     loaded, drawn = load_model(timed), []
-    draw = sequential.SequentialBatches._drawn
+    draw = decode_queue.SequentialBatches._drawn
 
     def record(batches, piece, prompt, temperature):
         drawn.append((piece.recording, temperature, draw(batches, piece, prompt, temperature)))
@@ -133,29 +133,29 @@ def test_what_is_not_accepted_is_drawn_again(timed, waves, monkeypatch):
         parts = loaded.model, loaded.tokenizer, waves
         return [r.text for r in transcribe(*parts, prompt=Prompt("de", "de"), config=config)]
 
-    monkeypatch.setattr(sequential.SequentialBatches, "_drawn", record)
-    monkeypatch.setattr(sequential, "_NO_SPEECH", 1.0)
-    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", -math.inf)
+    monkeypatch.setattr(decode_queue.SequentialBatches, "_drawn", record)
+    monkeypatch.setattr(decode_queue, "_NO_SPEECH", 1.0)
+    monkeypatch.setattr(decode_queue, "_LEAST_LOG_PROB", -math.inf)
     greedy = texts()
     assert not drawn
     # No text is likely enough: the likeliest stays, whatever the temperature.
-    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", 1.0)
+    monkeypatch.setattr(decode_queue, "_LEAST_LOG_PROB", 1.0)
     again = texts()
     assert [heat for _, heat, _ in drawn] == [0.2, 0.4, 0.6, 0.8, 1.0] * len(waves)
     assert all(recording.context == [] for recording, *_ in drawn)
-    likely = [sequential.mean_log_prob(result) for *_, result in drawn]
+    likely = [decode_queue.mean_log_prob(result) for *_, result in drawn]
     assert len({result.tokens for *_, result in drawn}) > 2 * len(waves)
     assert any(old != new for old, new in zip(greedy, again, strict=True)) or max(likely) < 0
     assert texts(fallback=False) == greedy
     # Nor is any accepted that repeats itself.
-    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", -math.inf)
-    monkeypatch.setattr(sequential, "_MOST_COMPRESSION", 0.0)
+    monkeypatch.setattr(decode_queue, "_LEAST_LOG_PROB", -math.inf)
+    monkeypatch.setattr(decode_queue, "_MOST_COMPRESSION", 0.0)
     drawn.clear()
     assert texts()
     assert len(drawn) == 5 * len(waves)
     # What is unlikely may be no speech.
-    monkeypatch.setattr(sequential, "_LEAST_LOG_PROB", 1.0)
-    monkeypatch.setattr(sequential, "_NO_SPEECH", -1.0)
+    monkeypatch.setattr(decode_queue, "_LEAST_LOG_PROB", 1.0)
+    monkeypatch.setattr(decode_queue, "_NO_SPEECH", -1.0)
     assert texts() == [""] * len(waves)
 
 

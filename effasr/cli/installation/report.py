@@ -277,7 +277,7 @@ def _rows_of_language_model(config: TrainConfig, section: str) -> list[Row]:
     value = "by the data" if budget is None else f"{budget}"
     rows = [Row(section, "data.token_budget", value, note)]
     if settings is not None and settings.architecture is not None:
-        from effasr.model.language_model.fused import fused_modules
+        from effasr.model.language_model.model import fused_modules
 
         # On a CPU the modules keep their own forwards.
         fused, where = fused_modules(settings.architecture), "on a GPU: one kernel each"

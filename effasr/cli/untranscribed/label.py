@@ -128,7 +128,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sources(audio: str, prompt: Prompt) -> list[Source]:
-    """Return the recordings of an argument."""
     from effasr.data.manifest.lines import ARCHIVES, has_suffix
     from effasr.data.manifest.reader import deciding_files
     from effasr.transcription.inputs.sources import find, of_manifest

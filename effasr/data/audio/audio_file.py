@@ -187,7 +187,6 @@ class AudioFile:
             )
 
     def close(self) -> None:
-        """Close the file."""
         for part in self._parts:
             part.close()
         self._file.close()

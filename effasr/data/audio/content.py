@@ -70,7 +70,6 @@ def frame_powers(audio: np.ndarray) -> np.ndarray:
 
 
 def channel_powers(part: AudioSegment) -> list[float]:
-    """Return the power of each channel of a segment."""
     return [_power(load_audio(replace(part, channels=(channel,)))) for channel in part.channels]
 
 

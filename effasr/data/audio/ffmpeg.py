@@ -79,7 +79,6 @@ def ffmpeg_blocks(
 
 
 def ffmpeg_channels(path: str | Path, track: int = 0) -> int:
-    """Return the number of channels of an audio track."""
     regular_file_size(path)
     command = [*_reading(path, "", [], track), "-frames:a", "1", "-f", "s16le", "pipe:1"]
     with tempfile.TemporaryFile() as log:

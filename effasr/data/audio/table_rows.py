@@ -55,7 +55,6 @@ _TABLE_ROW = re.compile(r"(.+)\[row (\d+), column (\d+)\]", re.DOTALL)
 
 
 def _audio_file(value: Any) -> bytes:
-    """Return the audio file of a cell."""
     import pyarrow as pa
 
     if isinstance(value, pa.StructScalar) and value.is_valid:
@@ -79,11 +78,9 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self._starts[-1]
 
     def block(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """Return columns of a block."""
         raise NotImplementedError
 
     def has_all(self, number: int, leaf: str) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import soundfile
 import soxr
-from lhotse.cut import Cut
 
 from effasr.data.audio import embedded
 from effasr.data.audio.audio_file import (

@@ -72,7 +72,6 @@ class Conversation:
 
     @property
     def clips(self) -> tuple[FileUtterance, ...]:
-        """Its speech, in order."""
         return tuple(
             FileUtterance(
                 id=f"{self.id}-{number}",
@@ -129,7 +128,6 @@ def conversations(path: str | Path) -> Iterator[Conversation]:
 
 
 def _messages(row: ManifestRow) -> tuple[Message, ...]:
-    """Return the messages of a line, checked."""
     if "conversations" in row.values and "messages" not in row.values:
         messages = _nemo(row)
     elif "messages" in row.values:

@@ -118,7 +118,6 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Tokenize the text between clips."""
     first, *following = text.split(_MARK)
     ids = tokenizer.encode(first, "") if first else []
     for piece in following:

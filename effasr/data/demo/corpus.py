@@ -77,7 +77,6 @@ Progress = Callable[[int, int], None]
 def render_all(
     root: Path, recordings: Sequence[Recording], jobs: int, progress: Progress | None
 ) -> dict[str, int]:
-    """Make the audio file of every recording."""
     by_voice = sorted(recordings, key=lambda item: (item.voice, item.path))
     shards = [
         by_voice[i : i + _SHARD_RECORDINGS] for i in range(0, len(by_voice), _SHARD_RECORDINGS)

@@ -134,7 +134,6 @@ class Dropped:
     duration: float | None = None  # seconds; None where it is unknown
 
     def json_line(self) -> bytes:
-        """Return a line of dropped.jsonl."""
         return utf8(json.dumps(asdict(self), ensure_ascii=False) + "\n")
 
 

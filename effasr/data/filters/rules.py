@@ -317,7 +317,6 @@ def require_spelling(tokens: TokenizedText, tokenizer: Tokenizer, text: str) -> 
 
 
 def _check_content(cut: Cut, text: str, limits: Limits) -> None:
-    """Check languages and characters."""
     if limits.languages:
         prompt = prompt_of(cut)
         for language in (prompt.source, prompt.target):

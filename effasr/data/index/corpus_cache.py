@@ -34,7 +34,7 @@ from effasr.data.filters.rules import Dropped
 from effasr.data.index.columns import decode
 from effasr.data.index.index_reader import build_table
 from effasr.data.index.utterance_table import UtteranceTable
-from effasr.data.locks import BUILD_PATIENCE_S, building
+from effasr.data.locks import building
 from effasr.data.manifest.reader import deciding_files
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -163,13 +163,11 @@ class CorpusCache:
         *,
         jobs: int | None = None,
         least_bytes: int | None = None,
-        patience_s: float = BUILD_PATIENCE_S,
     ) -> None:
         self._folder = folder
         self._note = note
         self._jobs = jobs or min(_MOST_JOBS, _processors())
         self._least_bytes = _LEAST_BYTES if least_bytes is None else least_bytes
-        self._patience_s = patience_s
 
     def __call__(
         self,
@@ -190,7 +188,7 @@ class CorpusCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = path.with_suffix(".lock")
-            with building(lock, self._note, self._patience_s) as (report_progress, is_locked):
+            with building(lock, self._note) as (report_progress, is_locked):
                 table = self._find(path, key)
                 if table is None:
                     # Left by a killed process; without locks another may be writing it.

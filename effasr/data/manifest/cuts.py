@@ -98,7 +98,6 @@ def read_cut(row: ManifestRow, refusal: str, *, allow_recording: bool = False) -
 
 
 def make_absolute(cut: Cut, folder: Path) -> None:
-    """Make the audio paths of a cut absolute."""
     if isinstance(cut, DataCut) and cut.recording is not None:
         for source in cut.recording.sources:
             if source.type == "file" or is_url(source.source):
@@ -112,7 +111,6 @@ def prompt_of(cut: Cut) -> Prompt:
 
 
 def with_prompt(cut: Cut, prompt: Prompt) -> Cut:
-    """Return the cut with another prompt."""
     supervision = fastcopy(cut.supervisions[0], language=prompt.source)
     before = getattr(cut, "custom", None) or {}
     fields = {name: value for name, value in before.items() if name not in READ}
@@ -190,7 +188,6 @@ def _refuse_programs(row: ManifestRow) -> None:
 
 
 def _check_values(cut: Cut) -> None:
-    """Check the values that lhotse takes as they are."""
     if not isinstance(cut.id, str):
         raise ValueError(f"`id` must be text, but is {repr(cut.id)[:60]}")
     if isinstance(cut, MixedCut):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from effasr.data.audio.table_rows import Table, TableRow, open_table
 from effasr.data.manifest import nemo
 from effasr.data.manifest.row import AUDIO, READ, TEXT, ManifestRow
-from effasr.data.manifest.shards import expand, is_pattern, of_one_split
+from effasr.data.manifest.tarred import expand, is_pattern, of_one_split
 from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import plain_name

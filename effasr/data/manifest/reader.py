@@ -143,7 +143,6 @@ class UniqueNames:
         self._counts: dict[str, int] = {}  # last number appended to a file's name
 
     def claim(self, utterance: Utterance) -> str:
-        """Return the name of the next utterance."""
         name = utterance.id
         if name in self._used:
             count = self._counts.get(utterance.id, 1) + 1

@@ -195,7 +195,6 @@ class _BucketingSampler(_AllRanks, DynamicBucketingSampler): ...
 def _batch_frames(
     lengths: UtteranceLengths, shape: StaticShape, batch_duration: float | None
 ) -> int:
-    """Return the encoder frames of a batch."""
     longest = int(lengths.frames.max())
     if batch_duration is None:
         frames, name = shape.frame_budget, f"`frame_budget` = {shape.frame_budget}"

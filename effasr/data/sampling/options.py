@@ -25,7 +25,6 @@ class StrategyOptions:
     padded: bool = False
 
     def check(self, strategy: str) -> None:
-        """Check the options against a strategy."""
         check(
             strategy in STRATEGIES, "strategy", f"be one of {', '.join(STRATEGIES)}", repr(strategy)
         )

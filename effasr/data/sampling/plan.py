@@ -56,7 +56,6 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Global steps of the epoch."""
         return (len(self.offsets) - 1) // self.micro_batches
 
     def step(self, step: int) -> list[np.ndarray]:

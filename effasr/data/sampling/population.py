@@ -65,7 +65,6 @@ class SourceSequence:
     """A source as an endless sequence of its utterances, shuffled anew for each pass."""
 
     def __init__(self, members: np.ndarray, amounts: np.ndarray, seed: int) -> None:
-        """Prepare the sequence."""
         self.members, self._amounts, self._seed = members, amounts, seed
         self.total = int(amounts.sum(dtype=np.int64))
         self._passes: dict[int, tuple[np.ndarray, np.ndarray]] = {}

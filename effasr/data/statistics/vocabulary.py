@@ -15,7 +15,7 @@ import sentencepiece
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import frames_for_ctc
 from effasr.data.statistics.survey import FramesPerToken, LanguageSurvey, Survey, frames_in
-from effasr.data.tokenizer.training import ModelType, VocabularyTooSmall, train_model
+from effasr.data.tokenizer.sentence_piece import ModelType, VocabularyTooSmall, train_model
 
 SIZES = (128, 256, 500, 1024, 2048, 4096)  # candidate vocabulary sizes
 

@@ -9,23 +9,28 @@ from effasr.data.tokenizer.base import (
     TimestampTokens,
     Tokenizer,
 )
-from effasr.data.tokenizer.characters import CharacterTokenizer, has_characters
 from effasr.data.tokenizer.chat import ChatTokenizer, has_template
 from effasr.data.tokenizer.hugging_face import (
     TOKENIZER_FILE,
     VOCABULARY_FILE,
     CanaryTokenizer,
+    CharacterTokenizer,
     HuggingFaceTokenizer,
     ParakeetTokenizer,
     SentenceTokenizer,
+    WhisperTokenizer,
     find_blank,
+    has_characters,
     has_sentences,
+    is_whisper,
     read_tokenizer_json,
 )
 from effasr.data.tokenizer.nemo import NEMO_FILE, NeMoTokenizer
-from effasr.data.tokenizer.sentence_piece import METADATA_FILE, SentencePieceTokenizer
-from effasr.data.tokenizer.training import train_tokenizer
-from effasr.data.tokenizer.whisper import WhisperTokenizer, is_whisper
+from effasr.data.tokenizer.sentence_piece import (
+    METADATA_FILE,
+    SentencePieceTokenizer,
+    train_tokenizer,
+)
 from effasr.untrusted.documents import WRONG_VALUES
 from effasr.untrusted.remote import localized
 

@@ -109,7 +109,6 @@ class Tokenizer(ABC):
         return self.vocab_size
 
     def knows(self, language: str) -> bool:
-        """Whether text may be in a language."""
         try:
             return bool(language_among(language, self.languages, "text"))
         except UnknownLanguageError:

@@ -95,7 +95,6 @@ class ChatTokenizer(HuggingFaceTokenizer):
 
 
 def has_template(folder: Path) -> bool:
-    """Return whether a folder has a chat template."""
     try:
         read_template(folder)
     except ValueError:
@@ -104,7 +103,6 @@ def has_template(folder: Path) -> bool:
 
 
 def read_template(folder: Path) -> str:
-    """Return the chat template of a folder."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
         return read_text(path, _TEMPLATE_BYTES)
@@ -140,7 +138,6 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens that a template may name."""
     result: dict[str, str] = {}
     settings = _settings(folder)
     for name in _TOKENS:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from effasr.data.languages import language_among
-from effasr.data.prompt import Prompt
-from effasr.data.tokenizer.base import Tokenizer, check_ids, frame_numbers
+from effasr.data.languages import UnknownLanguageError, language_among
+from effasr.data.prompt import WITHOUT_SPACES, Prompt
+from effasr.data.tokenizer.base import TimestampTokens, Tokenizer, check_ids, frame_numbers
 from effasr.untrusted.documents import read_json_object
 from effasr.untrusted.files import DOCUMENT_BYTES, open_regular, read_bytes, read_text
 
@@ -272,3 +272,235 @@ def _from_vocabulary(folder: Path) -> Any:
                 f"that has {TOKENIZER_FILE}."
             )
     return tokenizer
+
+
+# Tokenizers of wav2vec 2.0 models: a vocabulary of characters, in ``vocab.json``.
+
+
+_SPECIALS = {"pad": "<pad>", "bos": "<s>", "eos": "</s>", "unk": "<unk>"}
+_SETTINGS_FILES = "special_tokens_map.json", SETTINGS_FILE
+_MOST_LANGUAGES = 8  # that an error names
+
+
+def has_characters(folder: Path) -> bool:
+    """Whether a folder has a ``vocab.json`` that belongs to no other tokenizer."""
+    others = any((folder / name).is_file() for name in (TOKENIZER_FILE, MERGES_FILE))
+    return (folder / VOCABULARY_FILE).is_file() and not others
+
+
+class CharacterTokenizer(Tokenizer):
+    """transformers' ``Wav2Vec2CTCTokenizer``, whose padding token is the blank.
+
+    Its other tokens keep their order. A vocabulary of capital letters alone gets texts in capitals,
+    one of small letters alone in small letters. MMS has a vocabulary for each language:
+    ``language`` names one, by default that of ``target_lang``.
+    """
+
+    def __init__(self, directory: str | Path, language: str | None = None) -> None:
+        folder = Path(directory)
+        self._path = folder / VOCABULARY_FILE
+        vocabulary: dict[str, Any] = read_json_object(self._path)
+        self._settings: dict[str, Any] = {}
+        for name in _SETTINGS_FILES:
+            if (folder / name).is_file():
+                self._settings |= read_json_object(folder / name)
+        if isinstance(next(iter(vocabulary.values()), None), dict):
+            vocabulary = self._of_language(vocabulary, language)
+        if (folder / ADDED_FILE).is_file():
+            vocabulary = {**vocabulary, **read_json_object(folder / ADDED_FILE)}
+        names = {kind: self._special(f"{kind}_token", name) for kind, name in _SPECIALS.items()}
+        self._delimiter = self._special("word_delimiter_token", "|")
+        self._vocabulary = vocabulary
+        self._check(names["pad"])
+        self.blank = vocabulary[names["pad"]]
+        self._ids = {x: n - (n > self.blank) for x, n in vocabulary.items() if n != self.blank}
+        self._tokens = {number: token for token, number in self._ids.items()}
+        self.vocab_size = max(self._ids.values()) + 1
+        self.specials = {x: self._ids[x] for x in names.values() if x in self._ids}
+        self._unknown = self._ids.get(names["unk"])
+        self.pad_id = self._ids[self._delimiter]
+        self.eos_id = self._ids.get(names["eos"], self.pad_id)
+        self.sources = self.languages = ()
+        texts = [token for token in self._ids if token not in self.specials]
+        longest_first = sorted((x for x in texts if len(x) > 1), key=len, reverse=True)
+        self._pattern = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
+        letters = "".join(texts)
+        cases = (case for case in (str.upper, str.lower) if case(letters) == letters)
+        self._case = next(cases, str)
+
+    def _of_language(self, vocabularies: dict[str, Any], language: str | None) -> dict[str, Any]:
+        chosen = language or self._settings.get("target_lang")
+        if chosen not in vocabularies:
+            names = sorted(vocabularies)
+            more = ", ..." if len(names) > _MOST_LANGUAGES else ""
+            raise ValueError(
+                f"{self._path}: `--language` must be one of its {len(names)} languages "
+                f"({', '.join(names[:_MOST_LANGUAGES])}{more}), but is {chosen}."
+            )
+        return vocabularies[chosen]
+
+    def _special(self, name: str, default: str) -> str:
+        value = self._settings.get(name) or default
+        return str(value["content"] if isinstance(value, dict) else value)
+
+    def _check(self, pad: str) -> None:
+        numbers = list(self._vocabulary.values())
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{self._path}: must map tokens to their numbers, but does not.")
+        missing = [token for token in (pad, self._delimiter) if token not in self._vocabulary]
+        if missing or len(numbers) < 2:
+            raise ValueError(
+                f"{self._path}: must have the blank {pad} and {self._delimiter} between words, but "
+                f"lacks {' and '.join(missing) or 'characters'}: copy tokenizer_config.json of the "
+                "model, too, which names them."
+            )
+
+    def encode(self, text: str, language: str) -> list[int]:
+        """One vocabulary serves all languages."""
+        tokens = self._pattern.findall(self._case(text).replace(" ", self._delimiter))
+        ids = (self._ids.get(token, self._unknown) for token in tokens)
+        return [number for number in ids if number is not None]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        tokens = (self._tokens.get(number, "") for number in check_ids(ids, self.vocab_size))
+        text = "".join(token for token in tokens if token not in self.specials)
+        text = text.replace(self._delimiter, " ").strip()
+        return text.lower() if self._settings.get("do_lower_case") else text
+
+    def count_unknown(self, ids: Iterable[int]) -> int:
+        return sum(number == self._unknown for number in ids)
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """The decoder that such a model has not would start from it."""
+        return [self.pad_id]
+
+    def pieces(self) -> list[str]:
+        names = {number: f"<{number}>" for number in range(self.vocab_size)} | self._tokens
+        return ["▁" if x == self._delimiter else x for _, x in sorted(names.items())]
+
+    def save(self, directory: str | Path) -> None:
+        """Write the vocabulary of the language, and what `transformers` needs to read it."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {
+            **{name: value for name, value in self._settings.items() if name != "target_lang"},
+            "tokenizer_class": "Wav2Vec2CTCTokenizer",
+        }
+        for name, content in {VOCABULARY_FILE: self._vocabulary, SETTINGS_FILE: settings}.items():
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+# Tokenizers of Whisper models: byte-level BPE, languages, tasks and timestamps.
+
+
+_START, _END, _NOTIMESTAMPS = "<|startoftranscript|>", "<|endoftext|>", "<|notimestamps|>"
+_TASKS = {"transcribe": "<|transcribe|>", "translate": "<|translate|>"}
+_PREVIOUS, _NO_SPEECH = "<|startofprev|>", ("<|nospeech|>", "<|nocaptions|>")
+_WHISPER_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+_GPT2_EOS = 50_256
+_TRANSLATION = "en"
+
+
+class WhisperTokenizer(HuggingFaceTokenizer):
+    """One that has Whisper's prompt tokens.
+
+    A prompt is ``<|startoftranscript|> <|language|> <|transcribe|> <|notimestamps|>``, with
+    ``<|translate|>`` for a translation, which is into English. An English-only model reads
+    ``<|startoftranscript|> <|notimestamps|>``. Texts begin with a space where a language has spaces
+    between words, as what pre-trained models write does.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__(directory)
+        vocabulary = self._vocabulary
+        missing = [name for name in (_START, _END, _NOTIMESTAMPS) if name not in vocabulary]
+        result = (_WHISPER_LANGUAGE.fullmatch(token) for token in vocabulary)
+        languages = tuple(sorted(match[1] for match in result if match))
+        # English-only models have GPT-2's own vocabulary, and the others' languages to no purpose.
+        self.is_multilingual = bool(languages) and vocabulary.get(_END) != _GPT2_EOS
+        if self.is_multilingual:
+            missing += [name for name in _TASKS.values() if name not in vocabulary]
+        if missing:
+            raise ValueError(
+                f"{self._path}: must have the prompt tokens of Whisper, but lacks "
+                f"{', '.join(missing)}."
+            )
+        self.sources = self.languages = languages if self.is_multilingual else (_TRANSLATION,)
+        self.pad_id = self.eos_id = vocabulary[_END]
+        timestamps = {
+            token: index for token, index in vocabulary.items() if TIMESTAMP.fullmatch(token)
+        }
+        self.specials = {**self.specials, **timestamps}
+        no_speech = (vocabulary[name] for name in _NO_SPEECH if name in vocabulary)
+        self.timestamps = TimestampTokens(
+            start=vocabulary[_START],
+            without=vocabulary[_NOTIMESTAMPS],
+            first=vocabulary[_NOTIMESTAMPS] + 1,
+            previous=vocabulary.get(_PREVIOUS),
+            no_speech=next(no_speech, None),
+            count=len(timestamps) or 1501,
+        )
+
+    def encode(self, text: str, language: str) -> list[int]:
+        language = language_among(language, self.languages, "text")
+        words = text.strip()
+        spaced = words and language not in WITHOUT_SPACES
+        return super().encode(f" {words}" if spaced else words, language)
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """There is no token for punctuation."""
+        source, _ = self.prompt_languages(prompt)
+        names = [_START, _NOTIMESTAMPS]
+        if self.is_multilingual:
+            if prompt.task == "translate" and prompt.target != _TRANSLATION:
+                raise UnknownLanguageError(
+                    f"`target` must be {_TRANSLATION} for a translation by Whisper, which knows no "
+                    f"other, but is {prompt.target!r}."
+                )
+            names[1:1] = [f"<|{source}|>", _TASKS[prompt.task]]
+        return [self._vocabulary[name] for name in names]
+
+    def trained_prompt(self, generation: Mapping[str, Any]) -> Prompt:
+        """Return the prompt that settings of ``generate`` ask for, those of older versions too."""
+        names = {token: name for name, token in self._vocabulary.items()}
+        forced = generation.get("forced_decoder_ids")
+        pairs = [pair for pair in forced or () if isinstance(pair, list) and len(pair) == 2]
+        tokens = [names.get(token, "") for _, token in pairs if isinstance(token, int)]
+        language, task = generation.get("language"), generation.get("task")
+        if not isinstance(language, str):
+            language = next((name for name in tokens if _WHISPER_LANGUAGE.fullmatch(name)), None)
+        if not isinstance(task, str):
+            task = next((name for name in _TASKS if _TASKS[name] in tokens), None)
+        if not self.is_multilingual or language is None:
+            return Prompt()
+        source = language_among(language, self.sources, "speech")
+        translates = task == "translate" and source != _TRANSLATION
+        return Prompt().stating(source, _TRANSLATION if translates else source)
+
+    def language_tokens(self) -> tuple[int, list[int]]:
+        """Return the token after which a model writes the language it hears, and those of all."""
+        names = [_START, *(f"<|{language}|>" for language in self.sources)]
+        start, *languages = (self._vocabulary[name] for name in names)
+        return start, languages
+
+    def generation(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the settings of transformers' ``generate`` for these tokens."""
+        vocabulary = self._vocabulary
+        facts: dict[str, Any] = {
+            "is_multilingual": self.is_multilingual,
+            "no_timestamps_token_id": vocabulary[_NOTIMESTAMPS],
+        }
+        if _PREVIOUS in vocabulary:
+            facts["prev_sot_token_id"] = vocabulary[_PREVIOUS]
+        if self.is_multilingual:
+            tags = [f"<|{language}|>" for language in self.languages]
+            facts["lang_to_id"] = {tag: vocabulary[tag] for tag in tags}
+            facts["task_to_id"] = {task: vocabulary[name] for task, name in _TASKS.items()}
+            facts["language"], facts["task"] = self.prompt_languages(prompt)[0], prompt.task
+        return facts
+
+
+def is_whisper(vocabulary: Mapping[str, int]) -> bool:
+    """Return whether these are the tokens of a Whisper model."""
+    return _START in vocabulary and _NOTIMESTAMPS in vocabulary

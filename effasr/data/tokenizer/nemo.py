@@ -48,7 +48,6 @@ class NeMoTokenizer(AggregateTokenizer):
     """
 
     def __init__(self, models: Mapping[str, bytes], prompt_format: str | None = None) -> None:
-        """Put models together."""
         check(models, "models", "hold at least one model", "empty")
         for name in models:
             if not _NAME.fullmatch(name):

@@ -134,7 +134,6 @@ def _model_type(config: ModelConfig) -> str:
 
 
 def _lost_options(config: ModelConfig, part: str) -> list[str]:
-    """The training options that transformers does not have."""
     lost = []
     is_moonshine = getattr(config.encoder, "family", None) == "moonshine"
     for name, options in _LOST_OPTIONS.items():

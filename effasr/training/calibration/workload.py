@@ -18,7 +18,7 @@ from effasr.data.conversation.batch import (
     ConversationExample,
     collate_conversations,
 )
-from effasr.data.conversation.budgets import (
+from effasr.data.conversation.corpus import (
     epoch_lengths,
     epoch_mixture,
     split_into_clips,

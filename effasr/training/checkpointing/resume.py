@@ -52,7 +52,6 @@ def identity(config: TrainConfig, corpus: str, plan: str | None, ranks: int) -> 
 
 
 def check_resumable(saved: Saved, config: TrainConfig, ranks: int) -> None:
-    """Check configuration and number of ranks."""
     before = configuration.complete(TrainConfig, saved.state["config"])
     check_same_run(before, configuration.to_mapping(config))
     check_same_ranks(saved.state, config.data.strategy, ranks)

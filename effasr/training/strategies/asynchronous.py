@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effasr.data.loader import Loader
-from effasr.data.micro_batch_loader import MicroBatchRef, StepBatch
+from effasr.data.loader import Loader, MicroBatchRef, StepBatch
 from effasr.distributed.async_sgd.learners import Learners
 from effasr.distributed.async_sgd.weight_averaging import WeightAveraging
 from effasr.distributed.averager import Averager

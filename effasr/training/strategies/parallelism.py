@@ -187,7 +187,6 @@ class SynchronousStrategy:
         return closing(cast("Generator[StepBatch | None]", loader.steps(*progress.position)))
 
     def steps_made(self, progress: RunProgress) -> int:
-        """Return the number of steps that this rank has made."""
         return progress.step
 
     def step_number(self, data: StepBatch, progress: RunProgress) -> int:

@@ -1,5 +1,7 @@
 """Position encodings of attention scores: rotary and relative."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

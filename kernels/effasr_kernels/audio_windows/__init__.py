@@ -1,5 +1,7 @@
 """Windows of packed audio, for a Fourier transform of each."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """A separate linear layer for each group of rows."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor

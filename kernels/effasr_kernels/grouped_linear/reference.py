@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from torch import Tensor
 
 from effasr_kernels.grouped_linear import GroupedLinearArguments

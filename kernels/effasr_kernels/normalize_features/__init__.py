@@ -1,5 +1,7 @@
 """Zero mean and unit variance of each channel over each sequence."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

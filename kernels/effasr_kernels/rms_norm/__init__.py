@@ -1,5 +1,7 @@
 """Root mean square normalization of rows, in one pass."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 

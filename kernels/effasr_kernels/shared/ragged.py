@@ -1,5 +1,7 @@
 """Helpers of the references, which process one sequence at a time in a wide dtype."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """Depthwise convolution along time and frequency with stride 2 within packed sequences."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import Tensor

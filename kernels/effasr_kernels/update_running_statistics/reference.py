@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from effasr_kernels.update_running_statistics import UpdateArguments
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from effasr.data.batch import StaticShape
-from effasr.data.conversation.budgets import (
+from effasr.data.conversation.corpus import (
     epoch_mixture,
     of_whole_steps,
     populations,

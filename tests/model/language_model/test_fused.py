@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from effasr.cli.installation.report import recipe_rows
-from effasr.model.language_model import fused
+from effasr.model.language_model import model as fused
 from effasr.nn.lora import LoRAConfig, adapt
 from tests.support.chat_folder import write_chat_model
 from tests.support.speech_llm import FAMILIES, conversations, make_conversation_batch, speech_llm

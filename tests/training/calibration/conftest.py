@@ -8,7 +8,7 @@ from effasr.data.sampling.plan import UtteranceLengths
 from effasr.model.config import ModelConfig
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
-from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.calibrate import LinearModel
 from effasr.training.calibration.trial import Measurement
 from effasr.training.calibration.workload import Population, Workload
 

@@ -17,12 +17,13 @@ from effasr.data.sampling.bucket_table import BucketTable
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import store, trial
 from effasr.training.calibration.calibrate import (
+    LinearModel,
+    Search,
     on_rank_zero,
     read_population,
     resolve_auto_frame_budget,
     target_bytes,
 )
-from effasr.training.calibration.search import LinearModel, Search
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.trial import Measurement, Request, TrialFailed, measure
 from effasr.training.calibration.workload import Workload

@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effasr import config as configuration
-from effasr.data.conversation.budgets import split_into_clips
-from effasr.data.conversation.corpus import ConversationCorpus
+from effasr.data.conversation.corpus import ConversationCorpus, split_into_clips
 from effasr.distributed.process_group import DistributedContext
 from effasr.training.calibration import calibrate as module
 from effasr.training.calibration import trial, workload
-from effasr.training.calibration.calibrate import read_population, resolve_auto_frame_budget
-from effasr.training.calibration.search import LinearModel
+from effasr.training.calibration.calibrate import (
+    LinearModel,
+    read_population,
+    resolve_auto_frame_budget,
+)
 from effasr.training.calibration.trial import Request
 from effasr.training.calibration.workload import Clips, batch_of
 from effasr.training.config import TrainConfig

@@ -14,14 +14,14 @@ from effasr.data.sampling.bucket_table import BucketTable
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.tokenizer import load_tokenizer
 from effasr.training.calibration import store, trial
-from effasr.training.calibration.calibrate import read_population
-from effasr.training.calibration.search import (
+from effasr.training.calibration.calibrate import (
     LinearModel,
     Search,
     Trial,
     bucket_sizes,
     describe,
     frames_per_full_wave,
+    read_population,
 )
 from effasr.training.calibration.settings import CalibrationConfig
 from effasr.training.calibration.workload import Lengths, Population, batch_of

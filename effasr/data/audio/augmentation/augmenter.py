@@ -253,7 +253,6 @@ class Clips:
         return len(self.samples)
 
     def cut(self, index: int) -> Cut:
-        """Return a recording as a lhotse cut."""
         return deserialize_cut(json.loads(self._lines[index].tobytes()))
 
     def read(self, index: int, start: int = 0, samples: int | None = None) -> np.ndarray:
