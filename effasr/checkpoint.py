@@ -14,8 +14,6 @@ A checkpoint of a run is a model directory, too: see
 disk and then renamed, so a power cut leaves the previous one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import math
@@ -77,7 +75,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     prompt: Prompt
 
-    def with_head(self, head: str) -> LoadedModel:
+    def with_head(self, head: str) -> "LoadedModel":
         """Return the encoder with one output, ``decoder``, ``transducer`` or ``ctc``."""
         config = self.model.config
         heads = [name for name in ("decoder", "transducer", "ctc") if getattr(config, name)]
@@ -94,7 +92,7 @@ class LoadedModel:
         state = {k: v for k, v in self.model.state_dict().items() if k.startswith(names)}
         return self._with(config, state)
 
-    def with_language(self, language: str) -> LoadedModel:
+    def with_language(self, language: str) -> "LoadedModel":
         """Return the model with the adapters of one language merged into its weights."""
         config = self.model.config
         languages = config.language_adapters
@@ -105,7 +103,7 @@ class LoadedModel:
         state = without_adapters(self.model.state_dict(), place)
         return self._with(replace(config, language_adapters=()), state)
 
-    def with_window(self, seconds: float) -> LoadedModel:
+    def with_window(self, seconds: float) -> "LoadedModel":
         """Return a Whisper with the same weights that hears silence up to ``seconds``."""
         config = self.model.config
         features = config.features
@@ -120,7 +118,7 @@ class LoadedModel:
         config = replace(config, features=replace(features, minimum_s=seconds))
         return self._with(config, self.model.state_dict())
 
-    def _with(self, config: ModelConfig, state: Mapping[str, Tensor]) -> LoadedModel:
+    def _with(self, config: ModelConfig, state: Mapping[str, Tensor]) -> "LoadedModel":
         model = ASRModel.from_state_dict(config, self.model.vocab_size, state).eval()
         model.durations = self.model.durations
         return replace(self, model=model.to(next(self.model.parameters()).device))

@@ -1,7 +1,5 @@
 """``effasr calibrate``: finds the batch budgets that fit this machine."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
@@ -75,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def text(result: Calibration, overrides: Sequence[str] = ()) -> str:
+def text(result: "Calibration", overrides: Sequence[str] = ()) -> str:
     """Return a report of a calibration; ``overrides`` are those that training needs to find it."""
     from effasr.training.calibration.store import buckets_path_of, path_of
     from effasr.training.memory import gib

@@ -1,7 +1,5 @@
 """``effasr prepare``: checks recordings and transcripts before training."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -146,7 +144,7 @@ def language_map(text: str) -> dict[str, str]:
     return languages
 
 
-def clean(text: str) -> Clean:
+def clean(text: str) -> "Clean":
     from effasr.data.manifest.prepare import parse_clean
 
     try:
@@ -254,7 +252,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(survey: Survey, framing: Framing, impossible: int, *, has_ctc: bool) -> None:
+def _describe(survey: "Survey", framing: "Framing", impossible: int, *, has_ctc: bool) -> None:
     """Print statistics, and a warning about CTC, for which ``impossible`` ones were dropped."""
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics import guidance

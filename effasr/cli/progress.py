@@ -1,7 +1,5 @@
 """Progress of a command on standard error: a line that changes on a terminal, else now and then."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -62,7 +60,7 @@ class DecodingProgress:
         self.count += 1
         self.show(self.count, self.total, self.audio)
 
-    def add(self, result: Result) -> None:
+    def add(self, result: "Result") -> None:
         """Count an utterance with its audio."""
         from effasr.transcription.results import Transcription
 

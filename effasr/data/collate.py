@@ -1,7 +1,5 @@
 """Packs utterances, or text pairs, into a micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -28,7 +26,7 @@ class Example:
     expert: int | None = None  # see `Batch.expert`
     spoken: list[int] | None = None  # ``text`` without times, for CTC; None if it has none
 
-    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> Example:
+    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> "Example":
         return replace(self, audio=function(self.audio))
 
 

@@ -4,8 +4,6 @@ The plan of an epoch is a pure function, so a run resumes at (epoch, step) witho
 what came before, and every rank finds its own part of a step without asking the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -81,7 +79,7 @@ class StepBatch:
         last = self.step + 1 == self.num_steps
         return (self.epoch + 1, 0) if last else (self.epoch, self.step + 1)
 
-    def pin_memory(self) -> StepBatch:
+    def pin_memory(self) -> "StepBatch":
         """Called by torch's DataLoader."""
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 

@@ -9,8 +9,6 @@ References:
     https://arxiv.org/abs/2409.13523.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -35,7 +33,7 @@ class SourceConfig:
     """
 
     manifests: Paths = field(default=(), metadata={"remote": True})
-    sources: dict[str, SourceConfig | Paths] = field(default_factory=dict)
+    sources: "dict[str, SourceConfig | Paths]" = field(default_factory=dict)
     weight: float | None = None
     temperature: float | None = None
 

@@ -1,7 +1,5 @@
 """Requested and realised shares of the sources of a mixture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -38,7 +36,7 @@ class Mixture:
         *,
         unit: Unit = "hours",
         draws_tokens: bool = False,
-    ) -> Mixture:
+    ) -> "Mixture":
         """Divide an epoch among sources.
 
         ``sources`` (n,) are numbers of `leaves`, ``amounts`` (n,) samples or tokens.
@@ -88,7 +86,7 @@ class Mixture:
         """Return the draws of each source, int64 (2, sources): utterances and samples or tokens."""
         return np.stack(_sums(sources[indices], amounts[indices], len(self.names)))
 
-    def summary(self, drawn: np.ndarray) -> MixtureSummary:
+    def summary(self, drawn: np.ndarray) -> "MixtureSummary":
         """Compare what is asked for with what was drawn, as `count` gives it."""
         whole, scale = max(int(drawn[1].sum()), 1), _PER_UNIT[self.unit]
         columns = zip(

@@ -1,7 +1,5 @@
 """The request for an utterance: languages, task and punctuation."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -48,7 +46,7 @@ class Prompt:
         target: str | None = None,
         task: Task | None = None,
         punctuation: bool | None = None,
-    ) -> Prompt:
+    ) -> "Prompt":
         """Return the request of an utterance that states these; what it does not is as here."""
         source = source or self.source
         if not target:

@@ -1,7 +1,5 @@
 """Start and end of the processes that load audio."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os
@@ -55,7 +53,7 @@ def check_open_files(workers: int, prefetch: int) -> None:
         )
 
 
-def share(tensors: Iterable[Tensor]) -> None:
+def share(tensors: "Iterable[Tensor]") -> None:
     """Put tensors of a worker into the shared memory from which the training process takes them.
 
     torch would do it in a thread of the worker that prints errors, drops the batch and goes on:

@@ -1,7 +1,5 @@
 """Configuration of decoding: search, chunking and batching."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,7 +267,7 @@ class DecodingConfig:
         rule, per_frame = "be at least 0", self.tokens_per_frame
         check(per_frame >= 0.0, "tokens_per_frame", rule, per_frame)
 
-    def budget_on(self, device: torch.device) -> int:
+    def budget_on(self, device: "torch.device") -> int:
         """Return ``frame_budget``, or its default for a device."""
         if self.frame_budget is not None:
             return self.frame_budget

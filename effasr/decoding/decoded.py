@@ -1,7 +1,5 @@
 """Result of a search, and what a configuration requests beside it: scores, parts, confidences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -132,7 +130,7 @@ class Score:
     log_prob: float  # nats, of the whole transcript
     symbols: int  # the tokens, and the end token, if the method has one; at least 1
 
-    def of_tokens(self, count: int) -> Score:
+    def of_tokens(self, count: int) -> "Score":
         """Return the score of some of the tokens if all were equally likely."""
         return Score(self.log_prob / self.symbols * count, count)
 

@@ -1,7 +1,5 @@
 """Failures of ranks: records the first one and selects the rank that reports it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -44,7 +42,7 @@ def write_torchrun_error(reason: str) -> None:
         Path(path).write_text(json.dumps({"message": content}))
 
 
-def record_failure(store: Store, rank: int, reason: str, losses: int = 0) -> str | None:
+def record_failure(store: "Store", rank: int, reason: str, losses: int = 0) -> str | None:
     """Record that a rank failed; return the reason of the rank that failed first, if another did.
 
     torchrun's store outlives the ranks. A store that ended with its rank records nothing.

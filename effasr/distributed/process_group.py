@@ -1,7 +1,5 @@
 """A name that the processes of a run agree on at every start, different from all earlier ones."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -86,7 +84,7 @@ class DistributedContext:
     # A collective that waits longer than this for another rank raises an error
     timeout: timedelta = DEFAULT_TIMEOUT
     # Contexts that replaced this one after a loss of ranks, the newest last
-    survivors: list[DistributedContext] = field(default_factory=list, repr=False, compare=False)
+    survivors: "list[DistributedContext]" = field(default_factory=list, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -127,7 +125,7 @@ class DistributedContext:
         if context.size > 1:
             dist.barrier(group=context.group)
 
-    def subgroup(self, ranks: Sequence[int], backend: str | None = None) -> DistributedContext:
+    def subgroup(self, ranks: Sequence[int], backend: str | None = None) -> "DistributedContext":
         """Return the context of some ranks, all of which call this; no other rank needs to."""
         group = None
         if len(ranks) > 1:

@@ -1,7 +1,5 @@
 """The speech model: features, encoder, CTC head, transducer and attention decoder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -441,7 +439,7 @@ class ASRModel(nn.Module):
 
 
 def _cross_entropy(
-    head: Decoder | LanguageModel, hidden: Tensor, batch: Batch, label_smoothing: float
+    head: "Decoder | LanguageModel", hidden: Tensor, batch: Batch, label_smoothing: float
 ) -> Tensor:
     with ranges.range("cross_entropy"):
         return linear_cross_entropy(

@@ -1,7 +1,5 @@
 """The Transformer decoder over packed transcripts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -396,7 +394,7 @@ class Decoder(nn.Module):
         state.advance()
         return self.norm(x)
 
-    def cast(self, dtype: torch.dtype) -> Decoder:
+    def cast(self, dtype: torch.dtype) -> "Decoder":
         """A decoder with matrix product weights of this dtype, for many steps of autocast.
 
         It shares everything else. Autocast would cast the weights at every step, and in a CUDA

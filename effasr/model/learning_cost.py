@@ -1,7 +1,5 @@
 """FLOPs of a training step where only a part of the model is trained."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -181,7 +179,7 @@ class _Count:
             after = self.layer(layer, after, "token", **pairs)
         self._output(decoder, after or _learns(decoder.norm))
 
-    def language_model(self, model: LanguageModel, reached: bool) -> None:
+    def language_model(self, model: "LanguageModel", reached: bool) -> None:
         """Count adapter and language model, after an encoder that is trained if ``reached``."""
         sizes = language_model_sizes(model.config)
         for number, layer in enumerate(model.adapter.children()):
@@ -200,7 +198,7 @@ class _Count:
             self.omitted[kind] += 2 * pairs * (not reached)
         self._output(model, reached)
 
-    def _output(self, decoder: Decoder | LanguageModel, reached: bool) -> None:
+    def _output(self, decoder: "Decoder | LanguageModel", reached: bool) -> None:
         weight = decoder.output_weight
         flops = 2 * weight.numel()
         self.omitted["token"] += flops * (not weight.requires_grad) + flops * (not reached)

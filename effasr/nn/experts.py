@@ -7,8 +7,6 @@ References:
     Zoph et al., ST-MoE, 2022, https://arxiv.org/abs/2202.08906 (z-loss).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -121,7 +119,7 @@ class EncoderOutput(PackedSequence):
     # int64 (N,), see `effasr.data.batch.Batch.expert`; None where the batch names none
     expert: Tensor | None = None
 
-    def with_values(self, values: Tensor) -> EncoderOutput:
+    def with_values(self, values: Tensor) -> "EncoderOutput":
         return EncoderOutput(values, self.layout, self.expert)
 
 
@@ -138,7 +136,7 @@ class Groups:
     layout: PackedLayout  # Layout of the sorted rows: a sequence for each expert
 
     @classmethod
-    def of(cls, expert: Tensor, count: int) -> Groups:
+    def of(cls, expert: Tensor, count: int) -> "Groups":
         # expert: int64 (T,), in [0, count); ``count`` for a row without an expert
         # Stable: the rows of an expert keep their order, in which gradients are added.
         ordered, order = torch.sort(expert, stable=True)
@@ -148,7 +146,7 @@ class Groups:
         return cls(order, position, PackedLayout.from_offsets(offsets.int(), len(order)))
 
     @classmethod
-    def of_sequences(cls, expert: Tensor, layout: PackedLayout, count: int) -> Groups:
+    def of_sequences(cls, expert: Tensor, layout: PackedLayout, count: int) -> "Groups":
         """Sort the rows of sequences by the expert of the sequence."""
         # expert: int64 (N,), in [0, count)
         with_tail = torch.cat([expert, expert.new_full((1,), count)])

@@ -1,7 +1,5 @@
 """Patterns of parameter names, frozen, sharded and unused parameters, and evaluation mode."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -77,7 +75,7 @@ def _within(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
-def is_sharded_tensor(value: object) -> TypeGuard[DTensor]:
+def is_sharded_tensor(value: object) -> "TypeGuard[DTensor]":
     """Whether FSDP2 has sharded a parameter.
 
     If nobody has imported the module, it has not: the import takes half a second, for which a

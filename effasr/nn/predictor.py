@@ -1,7 +1,5 @@
 """Prediction networks of a transducer: stateless, or LSTM layers over a padded grid with resets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ class PaddedView:
     slots: Tensor
 
     @classmethod
-    def of(cls, layout: PackedLayout, longest: int) -> PaddedView:
+    def of(cls, layout: PackedLayout, longest: int) -> "PaddedView":
         """Lay out packed sequences, without asking the device for a length.
 
         With the free slots the sequences fill at most R rows, and none is longer than W = longest +

@@ -1,7 +1,5 @@
 """The residual stream of a layer: dropout and addition of its modules' outputs, and its norms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -78,7 +76,7 @@ class Residual:
         layout: PackedLayout,
         dropout: float,
         seeds: Sequence[Tensor] = (),
-    ) -> Residual:
+    ) -> "Residual":
         seeds = seeds or draw_layer_seeds([layer], x)[0]
         return cls(layout, dropout if layer.training else 0.0, seeds[0] if seeds else None)
 

@@ -1,7 +1,5 @@
 """A Transformer layer over packed sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -71,7 +69,7 @@ class TransformerLayer(Layer):
         activation: Literal["relu", "gelu"],
         key_bias: bool = True,
         **more: Any,
-    ) -> TransformerLayer:
+    ) -> "TransformerLayer":
         """A layer with the remaining arguments from configuration fields of these names."""
         names = "heads", "feed_forward", "bias", *_DROPOUTS
         options = {name: getattr(config, name) for name in names}

@@ -1,7 +1,5 @@
 """The page of a run, or of a model directory: curves, results, worst utterances, configuration."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +73,7 @@ class _Run:
     missing: list[str] = field(default_factory=list)  # what the directory lacks
 
     @classmethod
-    def read(cls, path: Path) -> _Run:
+    def read(cls, path: Path) -> "_Run":
         run = cls(path, _lines(path / METRICS, "step", "step_s"))
         for line in _lines(path / VALIDATION, "step", "set"):
             run.validations.setdefault(str(line["set"]), []).append(line)

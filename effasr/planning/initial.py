@@ -1,7 +1,5 @@
 """Collects the inputs of a recipe for a corpus: counts, vocabulary, practice, expected time."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -381,7 +379,7 @@ class Initial:
         new_head: bool = False,
         language: str = "en",
         progress: Callable[[int], None] = lambda count: None,
-    ) -> Initial:
+    ) -> "Initial":
         """Survey a corpus and choose by its size; without ``tokenizer``, a vocabulary as well.
 
         With ``new_head`` only the encoder of ``init_from`` is read.

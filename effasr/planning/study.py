@@ -1,7 +1,5 @@
 """Compares batching strategies on the same utterances, for `effasr plan`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +61,7 @@ class PlanRequest:
         frame_budget: int | None = None,
         token_budget: int | None = None,
         max_duration: float | None = None,
-    ) -> PlanRequest:
+    ) -> "PlanRequest":
         """Read a recipe; these arguments override its fields, and its manifests of speech."""
         settings = config.load(TrainConfig, recipe or _MODEL)
         model = resolve_config(settings, None).model

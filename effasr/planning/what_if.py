@@ -4,8 +4,6 @@ The first strategies are where most trainings begin: a number of utterances for 
 of the longest as memory holds. Buckets of short utterances then leave most of it empty.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -39,7 +37,7 @@ class Device:
     flops: float | None = None  # sustained FLOP/s of training, without a calibration
 
     @classmethod
-    def read(cls, path: Path) -> Device:
+    def read(cls, path: Path) -> "Device":
         """Read a file of calibrations; raises ValueError for another."""
         content = read_json(path)
         try:

@@ -1,7 +1,5 @@
 """Sums up the reports of steps, and returns them as lines of metrics.jsonl."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -185,14 +183,14 @@ def _padding(used: float, rows: float) -> float:
 class MixtureStats:
     """Utterances and samples or tokens of each source since the start of the run."""
 
-    def __init__(self, corpus: TrainingCorpus) -> None:
+    def __init__(self, corpus: "TrainingCorpus") -> None:
         self._corpus = corpus
         # Rows: utterances, and samples or tokens; of all ranks until the last `merge`, and of this
         # rank since.
         self._merged = [np.zeros((2, len(mixture.names)), np.int64) for mixture in self._mixtures()]
         self._new = [np.zeros_like(counts) for counts in self._merged]
 
-    def add(self, step: StepBatch) -> None:
+    def add(self, step: "StepBatch") -> None:
         corpus = self._corpus
         if corpus.mixture is None:
             return

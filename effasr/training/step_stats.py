@@ -1,7 +1,5 @@
 """Statistics of a global step that are summed over the ranks, and their copies to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -54,7 +52,7 @@ class StepCounts:
         stopping: bool,
         costs: StepCosts,
         due: int = 0,
-    ) -> StepCounts:
+    ) -> "StepCounts":
         useful, work = work_of(micro_batches, costs.speech, costs.text)
         recomputed = costs.recomputed
         return cls(
@@ -87,7 +85,7 @@ class StepCounts:
         return counts
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> StepCounts:
+    def from_values(cls, values: Sequence[float]) -> "StepCounts":
         """Return the inverse of `tensor`, from its values on the host."""
         count = len(_SCALARS)
         return cls(*values[:count], work=tuple(values[count:]))

@@ -1,7 +1,5 @@
 """A training run from its first step to its last, with any number of interruptions."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -486,7 +484,7 @@ class Trainer:
         )
         return before.minimum_s
 
-    def _record_losses(self, results: Mapping[str, LossResult]) -> float:
+    def _record_losses(self, results: "Mapping[str, LossResult]") -> float:
         for name, result in results.items():
             self.log.validation_loss(self.progress.step, self.progress.epoch, name, result)
         chosen = self._choosing(results)
@@ -494,7 +492,7 @@ class Trainer:
         frames = sum(result.frames for result in chosen)
         return total / frames if frames else float("nan")
 
-    def _record_transcripts(self, results: Mapping[str, SetResult]) -> float:
+    def _record_transcripts(self, results: "Mapping[str, SetResult]") -> float:
         evaluations = {name: result.evaluation for name, result in results.items()}
         settings = self.config.training.diagnostics
         step, epoch = self.progress.step, self.progress.epoch
@@ -611,7 +609,7 @@ class Trainer:
         same = identity(self.config, self.resolved.corpus.fingerprint, plan, ranks)
         return same | {"division": self.resolved.division}
 
-    def _make_validator(self) -> LossValidator | Validator | None:
+    def _make_validator(self) -> "LossValidator | Validator | None":
         """Return what validates the model with its current weights; called again after a loss."""
         if not self.config.data.validation:
             return None

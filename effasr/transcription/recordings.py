@@ -1,7 +1,5 @@
 """Recordings during transcription, with their chunks and results."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +45,7 @@ class Request:
 class Piece:
     """A chunk of a recording, with its text once it is decoded."""
 
-    recording: OpenRecording
+    recording: "OpenRecording"
     chunk: Chunk
     audio: np.ndarray
     frames: int

@@ -1,7 +1,5 @@
 """Cuts long recordings with long transcripts into utterances, by CTC alignment."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -234,7 +232,7 @@ class Segmenter:
             _log.warning("the model writes no digits, so that numbers are not aligned: %s", remedy)
         return word
 
-    def _listen(self, transcript: Transcript, classes: list[int], file: Any) -> _Heard:
+    def _listen(self, transcript: Transcript, classes: list[int], file: Any) -> "_Heard":
         """Write the scores of a recording to a file: 2 bytes for each class and frame."""
         source, rate = transcript.source, self._recognizer.sample_rate
         load = partial(open_stream, source.audio, rate, offset=source.offset)
@@ -343,7 +341,7 @@ class _Utterance:
         heard = sum(len(word.tokens) for word in self.words if word.is_heard)
         return heard / max(1, sum(len(word.tokens) for word in self.words))
 
-    def halves(self, longest: float) -> Iterator[_Utterance]:
+    def halves(self, longest: float) -> "Iterator[_Utterance]":
         """Yield its parts between its longest pauses, none longer than allowed if possible."""
         heard = [number for number, word in enumerate(self.words) if word.is_heard]
         pauses = [

@@ -1,7 +1,5 @@
 """Streaming transcription: raw samples from a pipe, split at pauses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
@@ -104,7 +102,7 @@ def cut_stream(
 
 
 def _cut(
-    blocks: Iterable[np.ndarray | None], cutter: _StreamCutter
+    blocks: Iterable[np.ndarray | None], cutter: "_StreamCutter"
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
     # Loudness is that of 10 ms: to look at all that is held for each sample would take too long.
     parts, count = [], 0

@@ -1,7 +1,5 @@
 """Word timestamps from alignments of tokens and pauses."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -74,7 +72,7 @@ def words_of_parts(
 
 
 def group_times(
-    groups: Sequence[WordGroup], speech: np.ndarray, frame_seconds: float
+    groups: "Sequence[WordGroup]", speech: np.ndarray, frame_seconds: float
 ) -> list[tuple[float, float]]:
     """Return when each group begins and ends: see `word_timestamps`."""
     centres = [group.first * frame_seconds for group in groups]

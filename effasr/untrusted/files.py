@@ -4,8 +4,6 @@ Links to regular files are followed, because the Hugging Face hub cache consists
 device or a socket is refused without being opened. Links inside archives are never followed.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import os
@@ -105,7 +103,7 @@ class BoundedTar:
             self._end = unpacked_ratio * self._end + unpacked_bytes
             self._file = cast(BinaryIO, gzip.GzipFile(fileobj=file))
 
-    def __enter__(self) -> BoundedTar:
+    def __enter__(self) -> "BoundedTar":
         return self
 
     def __exit__(self, *error: object) -> None:

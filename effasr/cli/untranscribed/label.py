@@ -1,7 +1,5 @@
 """``effasr label``: transcribes audio into a manifest to train on."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if FAILED in report.by_reason else 0
 
 
-def _sources(audio: str, prompt: Prompt) -> list[Source]:
+def _sources(audio: str, prompt: "Prompt") -> "list[Source]":
     from effasr.data.manifest.lines import ARCHIVES, has_suffix
     from effasr.data.manifest.reader import deciding_files
     from effasr.transcription.inputs.sources import find, of_manifest

@@ -1,7 +1,5 @@
 """Whether a recording can have speech in it: a level above silence, and channels that add up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,7 +25,7 @@ _CANCELLED_DB = -15.0
 
 
 def check_content(
-    cut: Cut, part: AudioSegment | None = None, file: AudioFile | None = None
+    cut: "Cut", part: AudioSegment | None = None, file: AudioFile | None = None
 ) -> float:
     """Decode a cut, and check that it is neither silent nor cancelled by its other channel.
 

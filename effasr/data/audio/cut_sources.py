@@ -1,7 +1,5 @@
 """Checks the audio files of cuts that lhotse reads, before lhotse opens them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +9,7 @@ if TYPE_CHECKING:
     from lhotse.cut import Cut
 
 
-def check_sources(cut: Cut) -> None:
+def check_sources(cut: "Cut") -> None:
     """Check every audio file of a cut as `open_audio` does: of tracks and transforms, too.
 
     lhotse would wait for the writer of a pipe, and believes any header.

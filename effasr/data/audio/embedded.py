@@ -1,7 +1,5 @@
 """Audio files inside other files: a range of bytes of a tar file, or a value of a table."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ class TarMember:
         return f"{self.path}[{self.offset}:{self.offset + self.size}]"
 
     @classmethod
-    def parse(cls, text: str) -> TarMember | None:
+    def parse(cls, text: str) -> "TarMember | None":
         """Return the inverse of ``str``; None where the text is no such place."""
         result = _TAR_MEMBER.fullmatch(text)
         return result and cls(result[1], int(result[2]), int(result[3]) - int(result[2]))

@@ -1,7 +1,5 @@
 """A micro-batch of conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
@@ -67,7 +65,7 @@ class ConversationBatch(Batch):
         clip_parts = {name: function(getattr(self, name)) for name in names}
         return cast("Self", replace(mapped, **clip_parts))
 
-    def part(self, begin: int, end: int) -> ConversationBatch:
+    def part(self, begin: int, end: int) -> "ConversationBatch":
         """Return conversations ``begin`` to ``end - 1`` on the host, without a static shape."""
         rows, samples = self.tokens.layout.cu_seqlens_host, self.audio.layout.cu_seqlens_host
         first_clip, last_clip = sum(self.clip_counts[:begin]), sum(self.clip_counts[:end])
@@ -154,7 +152,7 @@ class ConversationExample:
     rows: np.ndarray  # int32 (n,), see `effasr.data.conversation.rows`
     clips: tuple[np.ndarray, ...] = ()  # each float32 (samples,), mono, at `SAMPLE_RATE`
 
-    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> ConversationExample:
+    def map_audio(self, function: Callable[[np.ndarray], np.ndarray]) -> "ConversationExample":
         return replace(self, clips=tuple(function(clip) for clip in self.clips))
 
 

@@ -1,7 +1,5 @@
 """All conversations of a run, in arrays that worker processes share."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -342,7 +340,7 @@ class _Builder:
                 seconds = sum(cut.duration for cut in speech)
                 self.dropped.append(Dropped(name, error.reason, str(error), audio, seconds))
 
-    def _add(self, name: str, cuts: Sequence[Cut], coded: np.ndarray, source: int) -> None:
+    def _add(self, name: str, cuts: "Sequence[Cut]", coded: np.ndarray, source: int) -> None:
         samples = [samples_in(cut.duration) for cut in cuts]
         frames = [self.framing.frames(count) for count in samples]
         rows = num_rows(coded, [-(-count // self.stack) for count in frames])
@@ -361,7 +359,7 @@ class _Builder:
         self.sources.append(source)
 
     def _check(
-        self, cuts: Sequence[Cut], frames: Sequence[int], coded: np.ndarray, rows: int
+        self, cuts: "Sequence[Cut]", frames: Sequence[int], coded: np.ndarray, rows: int
     ) -> None:
         for cut in cuts:
             require(DURATION_RULES, Lengths(cut.duration), self.limits)

@@ -1,7 +1,5 @@
 """Log-mel features of packed audio, per utterance, as Hugging Face computes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -54,7 +52,7 @@ class MelFrames:
         """Which mel rows are real: bool (s T,)."""
         return self.row_positions < rows_of(self.lengths, self.layout, self.subsampling)
 
-    def with_values(self, values: Tensor) -> MelFrames:
+    def with_values(self, values: Tensor) -> "MelFrames":
         """Other values of the same frames."""
         return replace(self, values=values)
 
@@ -97,7 +95,7 @@ class LogMel(nn.Module):
         bands = mel_filterbank(self.config).astype(np.float32)
         self.window, self.filterbank = window, torch.tensor(bands, device=device)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LogMel":
         super()._apply(fn, recurse)
         if self.window.dtype != torch.float32:
             # Weights may be cast to another dtype; the features are float32 always.

@@ -1,7 +1,5 @@
 """Flat columns of tokens, names and audio locations for millions of utterances."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Iterable, Iterator
@@ -32,7 +30,7 @@ class Ragged:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def take(self, rows: np.ndarray) -> Ragged:
+    def take(self, rows: np.ndarray) -> "Ragged":
         parts = [np.zeros(0, self.values.dtype), *self.blocks(rows)]
         return Ragged(np.concatenate(parts), np.concatenate([[0], np.cumsum(self.lengths[rows])]))
 
@@ -67,7 +65,7 @@ class RaggedBuilder:
             self._values.extend(values)
         self._lengths.append(len(self._values) - before)
 
-    def extend(self, other: RaggedBuilder) -> None:
+    def extend(self, other: "RaggedBuilder") -> None:
         self._values.extend(other._values)
         self._lengths.extend(other._lengths)
 
@@ -90,7 +88,7 @@ class AudioColumns:
     member_sizes: np.ndarray  # int64 (n,)
     cuts: Ragged  # JSON of the cuts whose audio only lhotse can read; empty for all other rows
 
-    def take(self, rows: np.ndarray) -> AudioColumns:
+    def take(self, rows: np.ndarray) -> "AudioColumns":
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, column in values.items():
             values[name] = column.take(rows) if isinstance(column, Ragged) else column[rows]
@@ -138,7 +136,7 @@ class AudioColumnsBuilder:
         self.member_offsets.append(offset)
         self.member_sizes.append(size)
 
-    def extend(self, other: AudioColumnsBuilder) -> None:
+    def extend(self, other: "AudioColumnsBuilder") -> None:
         for name, values in vars(self).items():
             values.extend(getattr(other, name))
 

@@ -1,7 +1,5 @@
 """Text pairs of a run, for text-only micro-batches."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -75,7 +73,7 @@ class TextCorpus(BaseCorpus):
         row_budget: int | None = None,
         max_positions: int | None = None,
         sources: Sequence[int] | None = None,
-    ) -> TextCorpus:
+    ) -> "TextCorpus":
         """Read manifests of text pairs and tokenize them.
 
         Of ``token_budget`` (the decoder's; `DataConfig.text_token_budget` replaces it) and
@@ -107,7 +105,7 @@ class TextCorpus(BaseCorpus):
         *,
         max_positions: int | None = None,
         sources: Sequence[int] | None = None,
-    ) -> TextCorpus:
+    ) -> "TextCorpus":
         """Read the pairs of a run that trains on nothing else.
 
         ``config.frame_budget`` is the text encoder's tokens of a micro-batch,
@@ -172,7 +170,7 @@ class TextCorpus(BaseCorpus):
         batch = collate_text(examples, shape or self.shape, **options)
         return batch if self.experts is None else with_experts(batch)
 
-    def with_experts(self, number: Callable[[Prompt, str | None], int]) -> TextCorpus:
+    def with_experts(self, number: Callable[[Prompt, str | None], int]) -> "TextCorpus":
         """Return the same pairs, with the expert of each by its prompt and what it comes from."""
         by_request = np.array([number(*request) for request in self._requests], dtype=np.int64)
         return replace(self, experts=by_request[self._request_ids])

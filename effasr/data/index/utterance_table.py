@@ -1,7 +1,5 @@
 """Utterances of manifests in flat arrays, before budgets and shares are applied."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -143,7 +141,7 @@ class IndexBuilder:
         self.dropped.append(drop)
         self.columns["dropped_before"].append(len(self))
 
-    def extend(self, other: IndexBuilder) -> None:
+    def extend(self, other: "IndexBuilder") -> None:
         lines, utterances = len(self.audio), len(self)
         prompt_ids = [
             self.prompts.setdefault(prompt, len(self.prompts)) for prompt in other.prompts

@@ -1,7 +1,5 @@
 """Hugging Face's datasets: Parquet files, and folders that `save_to_disk` wrote."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -86,7 +84,7 @@ class _Columns:
     fields: tuple[str, ...]
 
     @classmethod
-    def of(cls, schema: pa.Schema, path: Path, options: ReadOptions) -> _Columns:
+    def of(cls, schema: "pa.Schema", path: Path, options: ReadOptions) -> "_Columns":
         audio = _audio_column(schema, path)
         kind = schema.field(audio).type
         leaves = [field.name for field in kind] if _is_struct(kind) else []
@@ -122,7 +120,7 @@ def _is_binary(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-def _audio_column(schema: pa.Schema, path: Path) -> str:
+def _audio_column(schema: "pa.Schema", path: Path) -> str:
     """Return the column of audio: a structure or bytes, else one of paths."""
     embedded = [
         field.name

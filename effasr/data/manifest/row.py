@@ -1,7 +1,5 @@
 """A line of a manifest, and the checks of its fields."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -64,7 +62,7 @@ READ = frozenset(
 class RowError(ValueError):
     """A manifest line that cannot be used, with the line, the field and the reason."""
 
-    def __init__(self, row: ManifestRow, reason: str, field: str | None = None) -> None:
+    def __init__(self, row: "ManifestRow", reason: str, field: str | None = None) -> None:
         super().__init__(row, reason, field)  # what unpickling in another process calls it with
         self.path, self.line, self.field, self.reason = row.path, row.line, field, reason
         self._message = f"{row.origin}: {reason}"
@@ -84,7 +82,7 @@ class ManifestRow:
     text: str = ""  # the line itself
 
     @classmethod
-    def parse(cls, text: str, path: Path, line: int) -> ManifestRow:
+    def parse(cls, text: str, path: Path, line: int) -> "ManifestRow":
         origin = f"{path}:{line}"
         return cls(parse_object(text, origin), path, line, origin, text)
 

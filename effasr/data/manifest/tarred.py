@@ -4,8 +4,6 @@ NeMo and WebDataset read shards from front to back; here audio is found by its p
 file, so that a plan may ask for any utterance at any time.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tarfile
@@ -257,7 +255,7 @@ class _Shard:
     used: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, path: Path) -> _Shard:
+    def of(cls, path: Path) -> "_Shard":
         shard = cls()
         for entry in entries(path):
             is_audio = entry.place.size and entry.text is None

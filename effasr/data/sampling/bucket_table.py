@@ -1,7 +1,5 @@
 """Table of 2D bucketing: buckets by duration and tokens, each with a batch size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class BucketTable:
                 raise ValueError(f"`{name}` must be at least 1, but one is {min(values)}.")
 
     @classmethod
-    def derive(cls, lengths: UtteranceLengths, shape: StaticShape, buckets: int) -> BucketTable:
+    def derive(cls, lengths: UtteranceLengths, shape: StaticShape, buckets: int) -> "BucketTable":
         """Derive the table of a corpus so that full batches stay within both budgets.
 
         Duration ranges have about equal total durations, and the two buckets of a range about equal
@@ -84,7 +82,7 @@ class BucketTable:
         return cls(tuple(bins), tuple(sizes))
 
     @classmethod
-    def load(cls, path: str | Path, framing: Framing = FASTCONFORMER) -> BucketTable:
+    def load(cls, path: str | Path, framing: Framing = FASTCONFORMER) -> "BucketTable":
         """Read a table written by `save`, in encoder frames of the corpus."""
         try:
             content = read_json(path)

@@ -1,7 +1,5 @@
 """Fills micro-batches up to both budgets, at equal cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -307,7 +305,7 @@ class Utterances:
             return frames, tokens, len(self)
         return frames, tokens, len(self), int(self.nodes.sum(dtype=np.int64))
 
-    def take(self, places: np.ndarray) -> Utterances:
+    def take(self, places: np.ndarray) -> "Utterances":
         """Return some of the utterances, without costs."""
         nodes = None if self.nodes is None else self.nodes[places]
         return Utterances(self.frames[places], self.tokens[places], nodes=nodes)

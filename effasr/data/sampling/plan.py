@@ -1,7 +1,5 @@
 """Input and output of planners: lengths of utterances, and the plan of an epoch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -37,7 +35,7 @@ class UtteranceLengths:
     def __len__(self) -> int:
         return len(self.frames)
 
-    def take(self, rows: np.ndarray | slice) -> UtteranceLengths:
+    def take(self, rows: np.ndarray | slice) -> "UtteranceLengths":
         return UtteranceLengths(self.frames[rows], self.tokens[rows])
 
 

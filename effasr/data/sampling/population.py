@@ -1,7 +1,5 @@
 """Draws the utterances of an epoch of mixed sources."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -41,7 +39,7 @@ def population(
 
 def sequences(
     sources: np.ndarray, amounts: np.ndarray, quotas: Sequence[int], *, seed: int, epoch: int
-) -> list[tuple[int, SourceSequence]]:
+) -> "list[tuple[int, SourceSequence]]":
     """Return the quota and the sequence of each source that has a quota; see `population`."""
     check(epoch >= 0, "epoch", "be at least 0", epoch)
     if amounts.size and amounts.min() < 1:

@@ -1,7 +1,5 @@
 """Counts of a corpus by language, taken in one pass, with a sample of its texts."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,7 +46,7 @@ class FramesPerToken:
         needed: np.ndarray | None = None,
         *,
         excluded: int = 0,
-    ) -> FramesPerToken:
+    ) -> "FramesPerToken":
         """Compute the distribution.
 
         ``needed`` is the least number of frames that CTC needs for each text; by default

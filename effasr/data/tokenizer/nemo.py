@@ -1,7 +1,5 @@
 """Tokenizers of NeMo's models: SentencePiece models, with the prompts of a Canary or without."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -80,7 +78,7 @@ class NeMoTokenizer(AggregateTokenizer):
         """Whether one model serves all languages."""
         return self._names == [UNIFIED]
 
-    def extended(self, models: Mapping[str, bytes]) -> NeMoTokenizer:
+    def extended(self, models: Mapping[str, bytes]) -> "NeMoTokenizer":
         missing = [name for name in models if self.specials and f"<|{name}|>" not in self.specials]
         rule = "be a tokenizer with a model and, for prompts, a special token for each language"
         value = "with one model for all" if self.is_unified else f"without {', '.join(missing)}"
@@ -138,7 +136,7 @@ class NeMoTokenizer(AggregateTokenizer):
         self._write(directory, NEMO_FILE, metadata)
 
     @classmethod
-    def load(cls, directory: str | Path) -> NeMoTokenizer:
+    def load(cls, directory: str | Path) -> "NeMoTokenizer":
         """Read what `save` wrote."""
         path = Path(directory) / NEMO_FILE
         metadata = read_metadata(path, _REMEDY)

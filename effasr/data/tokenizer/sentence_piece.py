@@ -1,7 +1,5 @@
 """Tokenizers of several SentencePiece models, among them those that effasr trains."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -73,7 +71,7 @@ class AggregateTokenizer(Tokenizer):
         return [names.get(number, f"<{number}>") for number in range(self.vocab_size)]
 
     @abstractmethod
-    def extended(self, models: Mapping[str, bytes]) -> AggregateTokenizer:
+    def extended(self, models: Mapping[str, bytes]) -> "AggregateTokenizer":
         """Return a tokenizer with further languages, in which each id means what it did."""
 
     def _encode(self, text: str, place: int) -> list[int]:
@@ -142,7 +140,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
         self.languages = tuple(sorted(self._places))
         self.sources = tuple(sorted({*languages, *added}))
 
-    def extended(self, models: Mapping[str, bytes]) -> SentencePieceTokenizer:
+    def extended(self, models: Mapping[str, bytes]) -> "SentencePieceTokenizer":
         return SentencePieceTokenizer(
             {**self.models, **models},
             self._spoken,
@@ -197,7 +195,7 @@ class SentencePieceTokenizer(AggregateTokenizer):
         self._write(directory, METADATA_FILE, metadata)
 
     @classmethod
-    def load(cls, directory: str | Path) -> SentencePieceTokenizer:
+    def load(cls, directory: str | Path) -> "SentencePieceTokenizer":
         """Read what `save` wrote."""
         path = Path(directory) / METADATA_FILE
         metadata = read_metadata(path, "train the tokenizer again")

@@ -1,7 +1,5 @@
 """The weights that combine scores, and the search for those with the fewest word errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +44,7 @@ class Weights:
     corrector_margin: float = CORRECTOR_MARGIN
 
     @classmethod
-    def from_config(cls, config: DecodingConfig, method: str) -> Weights:
+    def from_config(cls, config: DecodingConfig, method: str) -> "Weights":
         weights = cls(
             ctc_weight=config.ctc_weight,
             lm_weight=config.effective_lm_weight,

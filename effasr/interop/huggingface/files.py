@@ -1,7 +1,5 @@
 """Files of transformers' checkpoints: configurations and weights, read, checked and written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,9 +75,9 @@ class ModelClass:
 
     name: str
     part: str  # Field of ModelConfig
-    weights: Renames
-    read: Callable[[Content], tuple[ModelConfig, int]]  # May remove weights that are computed
-    write: Callable[[ASRModel, SpecialTokens], Content]
+    weights: "Renames"
+    read: "Callable[[Content], tuple[ModelConfig, int]]"  # May remove weights that are computed
+    write: "Callable[[ASRModel, SpecialTokens], Content]"
 
     @property
     def short_name(self) -> str:

@@ -1,7 +1,5 @@
 """A SentencePiece model as the ``tokenizer.json`` that transformers reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ _BLANK = "<blank>"
 
 
 def export_sentence_piece(
-    tokenizer: AggregateTokenizer, folder: Path, *, pad_id: int, bos_id: int, eos_id: int
+    tokenizer: "AggregateTokenizer", folder: Path, *, pad_id: int, bos_id: int, eos_id: int
 ) -> None:
     """Write ``tokenizer.json`` with the ids of ``tokenizer``, and its settings.
 

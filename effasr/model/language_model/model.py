@@ -1,7 +1,5 @@
 """A causal language model behind a speech encoder, and the adapter between them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -408,7 +406,7 @@ class LanguageModel(nn.Module):
                 "causal attention and a linear output: choose another one."
             )
 
-    def _as_causal(self) -> _CausalView:
+    def _as_causal(self) -> "_CausalView":
         return _CausalView(self)
 
 

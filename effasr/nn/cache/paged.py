@@ -1,7 +1,5 @@
 """Decoder caches in pages, for a GPU: with shapes that never change, and with shared pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -127,7 +125,7 @@ class PagedCache:
         self._row_pages = [self._row_pages[row] for row in rows]
         self.rows = len(rows)
 
-    def widened(self, times: int, length: int) -> PagedCache:
+    def widened(self, times: int, length: int) -> "PagedCache":
         """A cache with each row's first ``length`` positions ``times`` times."""
         longest = self.table.shape[1] * PAGE
         count = self.rows * times

@@ -1,7 +1,5 @@
 """A calibration from beginning to end, for the command and for training."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -58,7 +56,7 @@ class LinearModel:
     per_frame: float
 
     @classmethod
-    def fit(cls, frames: Sequence[int], values: Sequence[float]) -> LinearModel:
+    def fit(cls, frames: Sequence[int], values: Sequence[float]) -> "LinearModel":
         """Fit the model to trials by least squares of relative errors."""
         check(frames, "frames", "hold at least one trial", "empty")
         x, y = np.array(frames, dtype=np.float64), np.array(values, dtype=np.float64)

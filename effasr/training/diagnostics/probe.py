@@ -1,7 +1,5 @@
 """Losses of some validation utterances, also with other utterances' encoder output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -27,7 +25,7 @@ _MAX_SYMBOLS = 10
 def _ratio(total: str, *counts: str) -> property:
     """A mean over what some fields count; None where they count nothing."""
 
-    def mean(sums: ProbeSums) -> float | None:
+    def mean(sums: "ProbeSums") -> float | None:
         count = sum(getattr(sums, name) for name in counts)
         return getattr(sums, total) / count if count else None
 
@@ -60,7 +58,7 @@ class ProbeSums:
     tokens: float = 0.0
     frames: float = 0.0
 
-    def __add__(self, other: ProbeSums) -> ProbeSums:
+    def __add__(self, other: "ProbeSums") -> "ProbeSums":
         names = [field.name for field in fields(ProbeSums)]
         return ProbeSums(*(getattr(self, name) + getattr(other, name) for name in names))
 

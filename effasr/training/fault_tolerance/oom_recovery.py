@@ -1,7 +1,5 @@
 """Splits a micro-batch in two after an out-of-memory error."""
 
-from __future__ import annotations
-
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -135,7 +133,7 @@ class Piece:
     seed: int  # Seed of dropout and augmentation
     begin: int = 0  # Index of the first utterance in the micro-batch
 
-    def halves(self, reason: str) -> tuple[Piece, Piece]:
+    def halves(self, reason: str) -> "tuple[Piece, Piece]":
         if len(self.batch.ids) < 2:
             raise OutOfMemory(_describe_unsplittable(self.batch, reason))
         first, second = split(self.batch)

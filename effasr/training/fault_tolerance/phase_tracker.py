@@ -1,7 +1,5 @@
 """Tracks the phase of the step that this rank is in, for stall reports and the log."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -76,7 +74,7 @@ class _Mark:
     def is_past(self) -> bool:
         return self._event is None or self._event.query()
 
-    def until(self, other: _Mark) -> float:
+    def until(self, other: "_Mark") -> float:
         """Return the seconds to a later mark that has passed."""
         if self._event is None or other._event is None:
             return other._time - self._time

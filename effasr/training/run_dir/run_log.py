@@ -1,7 +1,5 @@
 """Output of a run: the files of its directory and the messages for the user."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -227,8 +225,8 @@ class RunLog:
         step: int,
         epoch: int,
         name: str,
-        result: SetResult,
-        shown: Sequence[ScoredUtterance] = (),
+        result: "SetResult",
+        shown: "Sequence[ScoredUtterance]" = (),
     ) -> None:
         evaluation = result.evaluation
         errors, metric, parts = evaluation.errors, evaluation.metric, []
@@ -261,7 +259,7 @@ class RunLog:
 
             save(evaluation, self.directory.path / "evaluation" / name)
 
-    def validation_loss(self, step: int, epoch: int, name: str, result: LossResult) -> None:
+    def validation_loss(self, step: int, epoch: int, name: str, result: "LossResult") -> None:
         """Write and show the loss on a set, in pretraining on audio alone."""
         text = f"step {step}: {name}: loss {result.loss:.4f} over {result.frames} frames"
         self.show(f"{text}, {result.failed} failed" if result.failed else text)

@@ -1,7 +1,5 @@
 """Recordings to transcribe, from files, folders, patterns and manifests."""
 
-from __future__ import annotations
-
 import glob
 import os
 from collections import Counter
@@ -33,7 +31,7 @@ class Source:
     track: int = 0  # number of the audio track in a container, from 0
     channel: int | None = None  # channel to transcribe alone, with its number in the result
     per_channel: bool = False  # whether to transcribe each channel alone
-    cut: Cut | None = None  # cut of a manifest of cuts, if it has one
+    cut: "Cut | None" = None  # cut of a manifest of cuts, if it has one
     prompt: Prompt | None = None  # requested by its manifest
     problem: str | None = None  # why there is nothing to transcribe
 

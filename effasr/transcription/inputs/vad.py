@@ -1,7 +1,5 @@
 """Voice activity detection, by the network of Silero or by loudness."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
@@ -51,7 +49,7 @@ class LoudnessDetector:
 class SileroDetector:
     """The network of https://github.com/snakers4/silero-vad, which decides each 32 ms."""
 
-    def __init__(self, sample_rate: int, network: SileroVAD) -> None:
+    def __init__(self, sample_rate: int, network: "SileroVAD") -> None:
         self._rate, self.network = sample_rate, network
         self._speaking = False
         network.reset()

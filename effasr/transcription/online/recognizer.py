@@ -1,7 +1,5 @@
 """Recognition of streams: the recognizer, its streams, and one stream with a configuration."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -367,7 +365,7 @@ class OnlineRecognizer:
         """Length of a chunk: the longest time from a sound to the step that decodes it."""
         return self.context.chunk * self.frame_seconds
 
-    def open(self) -> OnlineStream:
+    def open(self) -> "OnlineStream":
         if None not in self._open:
             raise ValueError(
                 f"`streams` must be more than {len(self._open)} to open another one: finish and "
@@ -401,7 +399,7 @@ class OnlineRecognizer:
                 self._close(slot, stream)
         return chunks
 
-    def _close(self, slot: int, stream: OnlineStream) -> None:
+    def _close(self, slot: int, stream: "OnlineStream") -> None:
         if isinstance(self._search, BeamStreams):
             with evaluating(self.model):
                 stream._segments.take_open(self._search.finish(slot))

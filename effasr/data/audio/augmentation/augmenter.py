@@ -1,7 +1,5 @@
 """Augments the audio of an utterance, as a function of seed, epoch, step and utterance."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -122,7 +120,7 @@ class ImpulseResponse:
     delay: int  # The sample at which the sound arrives that took the direct path
 
     @classmethod
-    def of(cls, recording: np.ndarray) -> ImpulseResponse:
+    def of(cls, recording: np.ndarray) -> "ImpulseResponse":
         """Take a recorded response, float32 (n,), without a silent end.
 
         The direct path is its largest sample.
@@ -231,7 +229,7 @@ class Clips:
     _cache: OrderedDict[int, np.ndarray] = field(default_factory=OrderedDict)
 
     @classmethod
-    def load(cls, paths: Sequence[str | Path], what: str) -> Clips:
+    def load(cls, paths: Sequence[str | Path], what: str) -> "Clips":
         """List recordings."""
         lines, samples = RaggedBuilder(), array("q")
         for path in paths:

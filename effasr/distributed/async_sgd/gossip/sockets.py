@@ -1,7 +1,5 @@
 """TCP connections between learners, one for each pair of neighbours."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl
@@ -358,7 +356,7 @@ _ROUNDS, _PAUSE_S = 3, 0.2
 # Number of bytes per system call: large enough to amortise it, small enough for a useful timeout.
 _CHUNK = 1 << 22
 
-_transports: weakref.WeakSet[SocketTransport] = weakref.WeakSet()
+_transports: "weakref.WeakSet[SocketTransport]" = weakref.WeakSet()
 
 
 class SocketTransport:
