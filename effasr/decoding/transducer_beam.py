@@ -643,7 +643,7 @@ class TDTBeamStreams(TransducerStreamsBase):
         self._passed[slot] = 0
         self._put([slot], _with_empty_frames(self._head, self._first(1)))
 
-    def _advance_frame(self, encoded: Tensor, frames: Sequence[int]) -> None:
+    def _advance(self, encoded: Tensor, frames: Sequence[int]) -> None:
         self._frames.add(encoded, frames)
         longest = len(self._ahead) - 1
         while slots := [
