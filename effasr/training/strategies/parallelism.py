@@ -24,8 +24,7 @@ from effasr.training.step import TrainState
 
 if TYPE_CHECKING:
     # A model can be trained without the packages that read data.
-    from effasr.data.loader import Loader
-    from effasr.data.loader import StepBatch
+    from effasr.data.loader import Loader, StepBatch
 
 
 def distribute(config: TrainConfig, model: nn.Module, context: DistributedContext) -> nn.Module:
