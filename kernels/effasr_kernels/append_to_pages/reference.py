@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from effasr_kernels.append_to_pages import AppendArguments
 from effasr_kernels.runtime.checks import wrong
 from effasr_kernels.shared.paged import check_page_numbers

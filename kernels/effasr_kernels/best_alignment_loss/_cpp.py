@@ -1,7 +1,5 @@
 """`best_alignment_loss` on a CPU: the alignment in C++, its distances and gradients by torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ with the inputs. In addition to the arguments and their gradients, the memory of
 needed: 64 MiB, or more for a single sequence that does not fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from torch import Tensor
 
 from effasr_kernels.grouped_linear import GroupedLinearArguments

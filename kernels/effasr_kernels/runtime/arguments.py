@@ -4,8 +4,6 @@ A schema supports tensors and plain values, but no layouts. Eager calls pass the
 itself; only calls through torch.library flatten it to the parts of the schema and rebuild it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints

@@ -3,8 +3,6 @@
 Messages are formatted only on failure, as calls are frequent and torch.compile traces them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 The last program of a launch leaves zeros, so that launches which follow each other share counters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@
 Python. `effasr_kernels.runtime.launch.diverted` takes these launches as it does those of Triton.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Mapping

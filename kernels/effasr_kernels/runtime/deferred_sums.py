@@ -13,8 +13,6 @@ that writes such a gradient may add up its rows in the same pass, and keep the p
 they are the gradient of the bias of the linear layer before, which need not read the rows again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

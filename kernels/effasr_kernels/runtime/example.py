@@ -1,7 +1,5 @@
 """Example calls of operations, for tests, ``effasr doctor`` and measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

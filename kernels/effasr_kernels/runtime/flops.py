@@ -4,8 +4,6 @@ The counts are the multiplications and additions of matrix products, summed over
 include neither padding nor work that an implementation repeats or does in excess.
 """
 
-from __future__ import annotations
-
 from effasr_kernels.packed import PackedLayout
 
 

@@ -6,8 +6,6 @@ that autograd raises an error in a backward that still needs the old values, as 
 operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any

@@ -4,8 +4,6 @@
 Python: callers pass pointers to tensors, so they check every dtype, shape and range before.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dropout determined by a seed, so that a recomputed forward drops the same values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ kernels write them there: `empty_gradients` allocates the gradients of such part
 tensor, which the backward of `unbind_parts` returns without a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ These functions are parts of operations: callers scale the occupancies by the up
 They call the library that `effasr_kernels.runtime.native` loads.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

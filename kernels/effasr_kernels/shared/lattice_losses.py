@@ -5,8 +5,6 @@ In the ``cpp`` backends torch computes projections and their gradients, and
 processed in groups, so that memory does not grow with their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 

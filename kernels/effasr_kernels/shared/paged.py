@@ -5,8 +5,6 @@ column ``j // B`` of the sequence's row of the page table. The caller assigns pa
 share a page, and pages may have any order.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Helpers of the references, which process one sequence at a time in a wide dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Rows in slots: each row of a layout stands for a slot, a fixed number of rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Taps reach at most one slot back and none ahead. Long batches can therefore be s
 if each piece starts one slot earlier and the results of that slot are dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

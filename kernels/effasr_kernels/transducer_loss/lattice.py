@@ -5,8 +5,6 @@ by frames, too. Recursions take an anti-diagonal at a time, as logarithms in flo
 the error of an occupancy exceeds 1 % at T = 1000.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

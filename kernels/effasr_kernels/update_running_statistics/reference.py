@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from effasr_kernels.update_running_statistics import UpdateArguments
 
 

@@ -5,8 +5,6 @@ statistics that the forward stores for each query. Results and gradients of a se
 on that sequence, and with dropout on its number in the batch, but not on the number of threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from itertools import pairwise

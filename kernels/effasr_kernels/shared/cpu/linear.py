@@ -6,8 +6,6 @@ forward and in the gradient of the input, and 100 to 170 in the gradient of the 
 (1,000 to 4,000 rows, 96 to 2,048 channels). Small products use MKL: its calls cost less.
 """
 
-from __future__ import annotations
-
 import functools
 import platform
 from typing import Any

@@ -38,8 +38,6 @@ each chunk, one row less than the states of the longest transcript; rows past th
 zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ one product. A frame has a row for each state of its sequence, so its gradient i
 its chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The kernel arguments of a call of `transducer_loss`: rows of the joint, and log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
