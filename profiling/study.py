@@ -308,13 +308,16 @@ def subset(arguments: Sequence[str]) -> None:
     parser.add_argument("--shuffle", help="seed of a random order")
     parser.add_argument("--without", nargs="*", default=[], metavar="FIELD")
     parser.add_argument("--pairs", action="store_true", help="texts that are their own sources")
+    parser.add_argument("--where", nargs="*", default=[], metavar="FIELD=VALUE")
     options = parser.parse_args(arguments)
+    wanted = dict(item.split("=", 1) for item in options.where)
     lines = []
     for path in options.manifests:
         for text in path.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             line["audio_filepath"] = str((path.parent / line["audio_filepath"]).resolve())
-            lines.append(line)
+            if wanted.items() <= line.items():
+                lines.append(line)
     if options.shuffle is not None:
         seed = options.shuffle
         random.Random(int(seed) if seed.isdigit() else seed).shuffle(lines)
