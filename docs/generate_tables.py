@@ -168,6 +168,30 @@ def what_if() -> str:
     return markdown(titles, lines, texts=2)
 
 
+def mixed_batches() -> str:
+    """Speech and text by strategy and iteration."""
+    titles = ["lengths", "strategy, iteration", "steps", "FLOPs that are padding %"]
+    titles += ["waiting for the slowest rank %", "time", "core s"]
+    lines = [
+        [
+            *(LENGTHS[row["lengths"]], row["strategy"], row["steps"]),
+            *(percent(row[name]) for name in ("padding_flops", "waiting")),
+            *(f"{float(row['relative_time']):.2f}", f"{float(row['core_s']):.0f}"),
+        ]
+        for row in read("mixed_batches")
+    ]
+    return markdown(titles, lines, texts=2)
+
+
+def forgetting() -> str:
+    """Errors in both languages of a model that learnt the second later."""
+    errors: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in read("forgetting"):
+        errors[row["system"]][row["language"]] = percent(row["wer"])
+    lines = [[name, by["en"], by.get("de", "")] for name, by in errors.items()]
+    return markdown(["trained", "English WER %", "German WER %"], lines, texts=1)
+
+
 def loading() -> str:
     """Audio that a core loads, by the storage of a corpus."""
     speeds: dict[str, dict[str, float]] = defaultdict(dict)
@@ -641,7 +665,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(training, padding, what_if, loading, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, optimizers, large_batches, hosts, subsampling),
-        *(other_language, whisper_finetuning),
+        *(other_language, whisper_finetuning, mixed_batches),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),
     )
 }

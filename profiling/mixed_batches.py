@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ from effasr.training.resolve import resolve_config
 MODEL, SMALL = "canary_180m_flash", "demo"
 ENCODER = "model.text_encoder={layers: 2, heads: 4, feed_forward: 256}"
 STRATEGIES = "bucketed", "sync_bucketed_2d", "packed"
-ENDS = {"eos_id": 3, "pad_id": 2}
+ENDS: dict[str, Any] = {"eos_id": 3, "pad_id": 2}
 TEXT = 0.25  # of the micro-batches of packed
 MEASURED = 4  # micro-batches of each kind and strategy
 
@@ -61,7 +62,7 @@ class Kind:
 
     def plan(self, strategy: str, ranks: int) -> tuple[EpochPlan, PlanReport]:
         options = None if strategy == "packed" else StrategyOptions(padded=True)
-        settings = {"world_size": ranks, "cost": self.cost, "options": options}
+        settings: dict[str, Any] = {"world_size": ranks, "cost": self.cost, "options": options}
         planned = planner(strategy, self.lengths, shape=self.shape, micro_batches=ranks, **settings)
         plan, amounts = planned.plan(0), np.ones(len(self.lengths))
         return plan, measure(
@@ -134,7 +135,7 @@ def kinds(options: argparse.Namespace, config: TrainConfig) -> tuple[Kind, Kind]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lists", nargs="+", type=Path)
     parser.add_argument("--text", nargs="+", type=Path, required=True)
     parser.add_argument("--frame-budget", type=int, default=2000)

@@ -9,6 +9,7 @@ from effasr.data.batch import StaticShape
 from effasr.data.prompt import Prompt
 from effasr.model.asr import ASRModel
 from effasr.nn.lora import LanguageAdapters, LoRAConfig, adapt, adapters, merged, without_adapters
+from effasr.transcription.online.streamable import check_model
 from tests.model.test_text_encoder import PAIRS, SHARED, TEXT, batch_of
 from tests.support.small_model import check_compiled
 
@@ -143,6 +144,11 @@ def test_steps_of_decoding_are_the_forward(model, examples, make_batch, read, dt
         for position in range(read, 2):
             step = decoder.step(torch.stack([x[position] for x in tokens]), state)
             torch.testing.assert_close(step, torch.stack([x[position] for x in expected]))
+
+
+def test_a_stream_needs_a_language_merged(model):
+    with pytest.raises(ValueError, match=r"of de, nl: .* --format effasr --merge-language de`"):
+        check_model(model, "auto", ())
 
 
 def test_they_are_saved(model, examples, make_batch):

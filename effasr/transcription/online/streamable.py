@@ -52,13 +52,13 @@ def check_model(
     model: ASRModel, method: str, contexts: Sequence[Context]
 ) -> Literal["transducer", "ctc"]:
     """Return the search, after checks that no part of the model waits for later audio."""
-    check_streamable(model.config.encoder, contexts[0] if contexts else None)
     if languages := model.config.language_adapters:
         raise ValueError(
             "`lora.by_language` must be empty to decode a stream, but there are adapters of "
             f"{', '.join(languages)}: merge those of one language by `effasr export MODEL OUT "
             f"--format effasr --merge-language {languages[0]}`."
         )
+    check_streamable(model.config.encoder, contexts[0] if contexts else None)
     check_features(model.config.features)
     outputs = {"transducer": model.transducer is not None, "ctc": model.ctc_head is not None}
     if method == "auto":
