@@ -22,11 +22,11 @@ struct AttentionCall {
   // Of the backward; contiguous where nothing else is said.
   const uint16_t *grad_out;                      // (T_q, H, D)
   float *norms;                                  // (chunks of keys, H, T_q, 2): lse, sums of out * grad_out
-  float *grad_q_parts;                           // (chunks of keys, T_q, H, D), to be summed
+  float *grad_q_parts;                           // (chunks of keys, T_q, H, D), to be summed; columns: `first_column`
   uint16_t *grad_q, *grad_k, *grad_v;            // rows are contiguous, heads adjacent
   uint16_t *grad_table;                          // (2 reach - 1, H, D)
   // To be summed: (splits, then tiles of queries; content and position; H, D), and (splits, H, blocks of
-  // distances, 64, D), of which each split has the blocks that `extents` says, (splits, 2).
+  // distances, 64, D), columns as above, of which each split has the blocks that `extents` says, (splits, 2).
   float *grad_biases, *grad_distances;
   int32_t *extents;
   int32_t q_row, k_row, v_row, table_row, grad_q_row, grad_k_row, q_head, k_head, v_head, table_head;

@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   const int largest_distance = p.reach - 1 + start + kRows - 1 - begin;
   const auto copy_table = [&](int block) {
     const uint32_t to = tiles + block % 2 * kTileBytes<D>;
-    copy_rows<D, kThreads, -1>(to, table, p.table_row, largest_distance - block * kRows, 2 * p.reach - 1);
+    const int first = largest_distance - block * kRows;
+    copy_rows<D, kThreads, -1>(to, table + int64_t{first} * p.table_row, p.table_row, first, 2 * p.reach - 1);
   };
   const int64_t seed = p.dropped ? *p.seed : 0;
   const float scale_log2 = p.scale * 1.44269504f;
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   if (begin < end) {
     copy_table(0);
     copy_table(1);
-    copy_rows<D, kThreads>(tiles + kKeyTile, k, p.k_row, begin, keys);
+    copy_rows<D, kThreads>(tiles + kKeyTile, k + int64_t{begin} * p.k_row, p.k_row, begin, keys);
     commit_copies();
   }
   for (int key = begin, step = 0; key < end; key += kRows, ++step) {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
     publish();
     __syncthreads();
     // All warps have multiplied the last values.
-    copy_rows<D, kThreads>(tiles + kValueTile, v, p.v_row, key, keys);
+    copy_rows<D, kThreads>(tiles + kValueTile, v + int64_t{key} * p.v_row, p.v_row, key, keys);
     commit_copies();
     float scores[8][4];
     if constexpr (kHasGroups) {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
     if constexpr (!kHasGroups) keep_scores(ring);
     if (key + kRows < end) {
       copy_table(step + 2);
-      copy_rows<D, kThreads>(tiles + kKeyTile, k, p.k_row, key + kRows, keys);
+      copy_rows<D, kThreads>(tiles + kKeyTile, k + int64_t{key + kRows} * p.k_row, p.k_row, key + kRows, keys);
     }
     commit_copies();
 
@@ -176,6 +177,6 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
 
 }  // namespace effasr
 
-EFFASR_LAUNCHER(attention_forward, kThreads)
+EFFASR_LAUNCHER(attention_forward)
 
 extern "C" int effasr_cuda_interface() { return EFFASR_CUDA_INTERFACE; }

@@ -6,30 +6,40 @@
 // gradients. So they are computed once, and no matrix of T x T numbers is stored.
 #pragma once
 
+#include "group.cuh"
 #include "scores.cuh"
 
 namespace effasr {
 
-// Eight warps: four of 16 queries for the first 32 keys of a tile, four for the others.
-constexpr int kThreads = 256;
-constexpr int kKeys = 32;
-constexpr int kRingFloats = 16 * kPitch<kKeys>;
+// Eight warps: four of 16 queries for the first 32 keys of a tile, four for the others. Where registers of a group of
+// warps suffice, it has all 64 keys.
+template <int D>
+constexpr bool kIsOneGroup = kHasGroups && D == 64;
+template <int D>
+constexpr int kThreads = kIsOneGroup<D> ? 128 : 256;
+template <int D>
+constexpr int kKeys = kIsOneGroup<D> ? kRows : kRows / 2;
+template <int D>
+constexpr int kRingFloats = 16 * kPitch<kKeys<D>>;
 __device__ inline int warp_query() { return warp() % 4 * 16; }
-__device__ inline int warp_key() { return warp() / 4 * kKeys; }
+template <int D>
+__device__ int warp_key() { return kIsOneGroup<D> ? 0 : warp() / 4 * kKeys<D>; }
 
 // Gradients of scores by distance, 80 for 16 queries and 64 keys: zeros where there is no key. The pitch is an
-// odd number of words of 16 bytes.
+// odd number of words of 16 bytes. A group of warps has 128 for 64 queries, in matrices of 8 x 8.
 constexpr int kDistances = kRows + 16, kDistancePitch = kDistances + 8, kBandBytes = 16 * kDistancePitch * 2;
+constexpr int kOctetBytes = 2 * kRows / 8 * 128, kBandsBytes = kRows / 8 * kOctetBytes;
 
 // Where the tiles of a pair lie: queries with either bias, gradients of results, keys, values, and 128 rows of
-// the table in a ring; then the rings of the warps, which hold gradients of scores after the scores, and those
-// by distance.
+// the table in a ring; then the rings of the warps, which hold weights and gradients of scores after the scores (for
+// a group as two tiles), and those by distance.
 template <int D>
 struct Tiles {
   static constexpr int kByContent = 0, kByPosition = kTileBytes<D>, kGradOut = 2 * kTileBytes<D>,
                        kKeyTile = 3 * kTileBytes<D>, kValues = 4 * kTileBytes<D>, kTable = 5 * kTileBytes<D>,
-                       kRings = 7 * kTileBytes<D>, kBands = kRings + kThreads / 32 * kRingFloats * 4,
-                       kEnd = kBands + 4 * kBandBytes;
+                       kRings = 7 * kTileBytes<D>, kBands = kRings + 8 * 16 * kPitch<kRows / 2> * 4,
+                       kOfWeights = kRings, kOfScores = kRings + kTileBytes<kRows>,
+                       kEnd = kBands + kBandsBytes;
 };
 
 // A sequence, and the first row of 64 queries and of 64 keys in it.
@@ -45,31 +55,23 @@ struct Pair {
   }
 };
 
-template <int D>
-__device__ void copy_grad_out(const AttentionCall& p, uint32_t to, const Pair& x, int head) {
-  const int stride = p.heads * D;
-  copy_rows<D, kThreads>(to, p.grad_out + int64_t{x.first_q} * stride + head * D, stride, x.query, x.queries);
-}
-// Stores queries plus either bias, rounded once; zeros past the sequence.
+// Stores 64 queries from `q` on plus either bias, rounded once; past the sequence, which has `rows`, again the last.
 template <class T, int D>
-__device__ void add_biases(const AttentionCall& p, uint32_t shared, const Pair& x, int head) {
-  constexpr int kApart = kThreads / (D / 8);
+__device__ void add_biases(const AttentionCall& p, uint32_t shared, const uint16_t* q, int rows, int head) {
+  constexpr int kApart = kThreads<D> / (D / 8);
   const int word = threadIdx.x % (D / 8), row = threadIdx.x / (D / 8);
   const auto read = [](const uint16_t* from) { return *reinterpret_cast<const uint4*>(from); };
   const uint4 content = read(p.content_bias + head * D + word * 8);
   const uint4 position = read(p.position_bias + head * D + word * 8);
-  const uint16_t* q = p.q + (int64_t{x.first_q} + x.query + row) * p.q_row + int64_t{head} * p.q_head + word * 8;
   const uint32_t to = shared + place<D>(row, word);
 #pragma unroll
-  for (int i = 0; i < kRows; i += kApart, q += kApart * p.q_row) {
-    uint4 by_content = {}, by_position = {};
-    if (x.query + row + i < x.queries) {
-      const uint4 numbers = read(q);
+  for (int i = 0; i < kRows; i += kApart) {
+    const uint4 numbers = read(q + int64_t{min(row + i, rows - 1)} * p.q_row + word * 8);
+    uint4 by_content, by_position;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t pair = (&numbers.x)[j];
-        (&by_content.x)[j] = T::add(pair, (&content.x)[j]), (&by_position.x)[j] = T::add(pair, (&position.x)[j]);
-      }
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t pair = (&numbers.x)[j];
+      (&by_content.x)[j] = T::add(pair, (&content.x)[j]), (&by_position.x)[j] = T::add(pair, (&position.x)[j]);
     }
     store_word(to + Tiles<D>::kByContent + i * 128, by_content);
     store_word(to + Tiles<D>::kByPosition + i * 128, by_position);
@@ -78,83 +80,122 @@ __device__ void add_biases(const AttentionCall& p, uint32_t shared, const Pair& 
 template <int D>
 __device__ void copy_keys(
     uint32_t to, const uint16_t* matrix, int row, int column, const Pair& x, int head) {
-  copy_rows<D, kThreads>(to, matrix + int64_t{x.first_k} * row + int64_t{head} * column, row, x.key, x.keys);
-}
-// The table's rows for the upper 64 of the 128 distances of a pair, from the largest, or for the lower 64.
-template <int D>
-__device__ void copy_table(const AttentionCall& p, uint32_t to, const Pair& x, int head, bool is_lower) {
-  const int largest = p.reach - 1 + x.query - x.key + (is_lower ? -1 : kRows - 1);
-  copy_rows<D, kThreads, -1>(to, p.table + int64_t{head} * p.table_head, p.table_row, largest, 2 * p.reach - 1);
+  copy_rows<D, kThreads<D>>(
+      to, matrix + (int64_t{x.first_k} + x.key) * row + int64_t{head} * column, row, x.key, x.keys);
 }
 
-// 16 queries of a warp and 32 keys as left operands of products, 16 keys each.
-using Operands = uint32_t[2][4];
+// 16 queries of a warp and its keys as left operands of products, 16 keys each.
+template <int N>
+using Operands = uint32_t[N][4];
 
 // Weights after dropout, but for the factor, and the gradients of scores, but for their scale. `table_row` is
 // that of the pair's largest distance; `norms` are the sequence's.
 template <class T, int D>
 __device__ void differentiate(
-    Operands& weights, Operands& grads, const Places<D>& at, float* ring, const AttentionCall& p, const Pair& x,
-    int head, int table_row, const float2* norms) {
-  const int query = x.query + warp_query(), key = x.key + warp_key();
-  float a[4][4], ds[4][4] = {};
+    Operands<kKeys<D> / 16>& weights, Operands<kKeys<D> / 16>& grads, uint32_t tiles, const Places<D>& at, float* ring,
+    const AttentionCall& p, const Pair& x, int head, int table_row, const float2* norms) {
+  constexpr int N = kKeys<D> / 8;
+  const int first = warp_key<D>(), query = x.query + warp_query(), key = x.key + first;
+  float a[N][4], ds[N][4];
   using Shared = Tiles<D>;
-  const auto stored = [](int tile) { return Stored<D>{tile, warp_query()}; };
-  write_scores<T, D, kKeys>(
-      ring, stored(Shared::kByPosition), at, Shared::kTable, table_row + 48 - warp_query() + warp_key(), true);
-  read_scores<kKeys>(a, ring);
-  multiply_rows<T, D, 2>(a, stored(Shared::kByContent), at, Shared::kKeyTile, warp_key());
-  multiply_rows<T, D, 2>(ds, stored(Shared::kGradOut), at, Shared::kValues, warp_key());
+  if constexpr (kHasGroups) {
+    // The group's queries meet 64 distances more than it has keys, the warp's 16 more.
+    const uint64_t tile = descriptor(tiles), keys = tile + first * 128 / 16;
+#pragma unroll
+    for (int x = 0; x < 8 + N; x += N) {
+      float by_position[N][4];
+      begin_products();
+      multiply_tile_rows<T, D, false>(
+          by_position, tile + Shared::kByPosition / 16,
+          tile + (Shared::kTable + row_of<D>((table_row + first + 8 * x) & 127)) / 16);
+      if (x == 0) multiply_tile_rows<T, D, false>(ds, tile + Shared::kGradOut / 16, keys + Shared::kValues / 16);
+      end_products(by_position);
+      if (x == 0) end_products(ds);
+#pragma unroll
+      for (int number = 0; number < 4; ++number)
+        if (warp() % 4 == number)
+#pragma unroll
+          for (int n = 0; n < N; ++n) {
+            const int place = x + n - 6 + 2 * number;
+            if (place >= 0 && place < N + 2) write_distances<kKeys<D>>(ring, by_position[n], 8 * place);
+          }
+    }
+    __syncwarp();
+    read_scores<kKeys<D>>(a, ring);
+    begin_products();
+    multiply_tile_rows<T, D, true>(a, tile + Shared::kByContent / 16, keys + Shared::kKeyTile / 16);
+    end_products(a);
+  } else {
+    const auto stored = [](int number) { return Stored<D>{number, warp_query()}; };
+    write_scores<T, D, kKeys<D>>(
+        ring, stored(Shared::kByPosition), at, Shared::kTable, table_row + 48 - warp_query() + first, true);
+    read_scores<kKeys<D>>(a, ring);
+    multiply_rows<T, D, N / 2>(a, stored(Shared::kByContent), at, Shared::kKeyTile, first);
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) ds[i / 4][i % 4] = 0;
+    multiply_rows<T, D, N / 2>(ds, stored(Shared::kGradOut), at, Shared::kValues, first);
+  }
 
   const float scale_log2 = p.scale * 1.44269504f, factor = 256.0f / (256 - p.dropped);
   float mean[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = query + lane() / 4 + 8 * half;
-    const float2 norm = row < x.queries ? norms[row] : float2{};
+    // Weights of queries past the end are zeros.
+    const float2 norm = row < x.queries ? norms[row] : float2{INFINITY, 0};
     mean[half] = norm.y;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 2 * N; ++i) {
       float& weight = a[i / 2][2 * half + i % 2];
       weight = exp2_approximately(fmaf(weight, scale_log2, -norm.x));
     }
   }
-  // Queries past the end need no mask: their gradients of results are zeros.
   const Range of_first(p, x.query, x.keys), of_last(p, min(x.query + kRows, x.queries) - 1, x.keys);
-  if (x.key < of_last.first || x.key + kRows > of_first.end) {
+  const int first_key = key + 2 * (lane() % 4);
+  if (x.key + kRows > of_first.end) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range seen(p, query + lane() / 4 + 8 * half, x.keys);
+      const int end = Range(p, query + lane() / 4 + 8 * half, x.keys).end - first_key;
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (!seen.holds(key + i / 2 * 8 + 2 * (lane() % 4) + i % 2)) a[i / 2][2 * half + i % 2] = 0;
+      for (int i = 0; i < 2 * N; ++i)
+        if (i / 2 * 8 + i % 2 >= end) a[i / 2][2 * half + i % 2] = 0;
     }
   }
-  if (p.dropped) {
-    const Kept kept(p, *p.seed, x.sequence, head, query, key);
+  if (x.key < of_last.first) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float &weight = a[i / 4][i % 4], &grad = ds[i / 4][i % 4];
-      const bool is_kept = kept.holds(i / 4, i % 4);
-      grad = weight * ((is_kept ? grad * factor : 0) - mean[i % 4 / 2]);
-      if (!is_kept) weight = 0;
+    for (int half = 0; half < 2; ++half) {
+      const int first = Range(p, query + lane() / 4 + 8 * half, x.keys).first - first_key;
+#pragma unroll
+      for (int i = 0; i < 2 * N; ++i)
+        if (i / 2 * 8 + i % 2 < first) a[i / 2][2 * half + i % 2] = 0;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < N / 2; ++n) as_operand<T>(weights[n], a[2 * n], a[2 * n + 1]);
+  if (p.dropped) {
+#pragma unroll
+    for (int n = 0; n < N; n += 4) {
+      const Kept kept(p, *p.seed, x.sequence, head, query, key + 8 * n);
+#pragma unroll
+      for (int i = 4 * n; i < 4 * n + 16; ++i) {
+        const bool is_kept = kept.holds(i / 4 - n, i % 4);
+        float& grad = ds[i / 4][i % 4];
+        grad = a[i / 4][i % 4] * ((is_kept ? grad * factor : 0) - mean[i % 4 / 2]);
+        if (!is_kept) weights[i / 8][i % 8 / 2] &= i % 2 ? 0xffff : 0xffff0000;
+      }
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      ds[i / 4][i % 4] = a[i / 4][i % 4] * (ds[i / 4][i % 4] - mean[i % 4 / 2]);
+    for (int i = 0; i < 4 * N; ++i) ds[i / 4][i % 4] = a[i / 4][i % 4] * (ds[i / 4][i % 4] - mean[i % 4 / 2]);
   }
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    as_operand<T>(weights[n], a[2 * n], a[2 * n + 1]);
-    as_operand<T>(grads[n], ds[2 * n], ds[2 * n + 1]);
-  }
+  for (int n = 0; n < N / 2; ++n) as_operand<T>(grads[n], ds[2 * n], ds[2 * n + 1]);
 }
 
 // The warp's 16 rows of 32 numbers, in its ring: those of `number` 0 and 1 one after the other, with a pitch
 // by which eight rows of a matrix lie in different banks.
-constexpr int kPairPitch = 2 * kKeys + 16;
-__device__ inline void store_pairs(const Operands& x, float* ring, int number) {
+constexpr int kPairPitch = kRows + 16;
+__device__ inline void store_pairs(const Operands<2>& x, float* ring, int number) {
   unsigned char* to = reinterpret_cast<unsigned char*>(ring) + number * 16 * kPairPitch;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
@@ -168,15 +209,16 @@ __device__ int place_of_left(int pitch) {
   return kTransposed ? (high * 8 + lane() % 8) * pitch + lane() / 8 % 2 * 16 : low * pitch + high * 16;
 }
 // A left operand of 16 queries from `query` on and 16 keys of the tile from `key` on, or transposed.
-template <bool kTransposed>
+template <int D, bool kTransposed>
 __device__ void load_pairs(uint32_t (&a)[4], uint32_t rings, int query, int key, int number) {
-  const uint32_t tile = rings + (query / 16 + key / kKeys * 4) * kRingFloats * 4 + number * 16 * kPairPitch;
-  load_matrices<kTransposed>(a, tile + key % kKeys * 2 + place_of_left<kTransposed>(kPairPitch));
+  const uint32_t tile = rings + (query / 16 + key / 32 * 4) * kRingFloats<D> * 4 + number * 16 * kPairPitch;
+  load_matrices<kTransposed>(a, tile + key % 32 * 2 + place_of_left<kTransposed>(kPairPitch));
 }
 
 // The warp's 16 rows and 32 keys among those of its queries by distance, from their largest on.
-__device__ inline void store_by_distance(const Operands& x, unsigned char* bands) {
-  uint16_t* to = reinterpret_cast<uint16_t*>(bands + warp_query() / 16 * kBandBytes) + warp_key();
+template <int D>
+__device__ void store_by_distance(const Operands<2>& x, unsigned char* bands) {
+  uint16_t* to = reinterpret_cast<uint16_t*>(bands + warp_query() / 16 * kBandBytes) + warp_key<D>();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int r = lane() / 4 + i % 2 * 8, key = i / 2 * 8 + 2 * (lane() % 4);
@@ -189,6 +231,21 @@ template <bool kTransposed>
 __device__ void load_by_distance(uint32_t (&a)[4], uint32_t bands, int query, int first) {
   const uint32_t band = bands + query / 16 * kBandBytes + first * 2;
   load_matrices<kTransposed>(a, band + place_of_left<kTransposed>(kDistancePitch * 2));
+}
+
+// Of a group, in matrices of 8 x 8 queries and distances.
+template <int D>
+__device__ void store_in_octets(const Operands<kKeys<D> / 16>& x, unsigned char* bands) {
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    const int distance = kRows - 1 - warp_query() - lane() / 4 + warp_key<D>() + 2 * (lane() % 4) + odd;
+    unsigned char* row = bands + warp_query() / 8 * kOctetBytes + lane() / 4 * 16;
+    unsigned char* to = row + distance / 8 * 128 + distance % 8 * 2;
+#pragma unroll
+    for (int i = 0; i < kKeys<D> / 4; ++i)
+      *reinterpret_cast<uint16_t*>(to + i % 2 * (kOctetBytes - 128) + i / 2 * 128) =
+          static_cast<uint16_t>(x[i / 4][i % 4] >> 16 * odd);
+  }
 }
 
 }  // namespace effasr

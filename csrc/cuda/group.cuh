@@ -1,5 +1,5 @@
-// Products of a group of four warps on sm_90a, 16 rows of each: wgmma, whose left operands are in registers here. The
-// tensor cores read the right ones from tiles in shared memory, and write sums to registers, while warps go on; so the
+// Products of a group of four warps on sm_90a, 16 rows of each: wgmma, whose left operands are in registers or in
+// shared memory. The tensor cores read tiles in shared memory, and write sums to registers, while warps go on; so the
 // registers of a product are not to be touched between `begin_products` and `end_products`.
 //
 // The scores by distance go through a ring as in `scores.cuh`. But the four warps multiply the same 64 distances, so
@@ -22,39 +22,56 @@ __device__ inline void publish() {
 }
 
 #define EFFASR_ROW(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-#define EFFASR_ROWS(x) \
-  EFFASR_ROW(x[0]), EFFASR_ROW(x[1]), EFFASR_ROW(x[2]), EFFASR_ROW(x[3]), EFFASR_ROW(x[4]), EFFASR_ROW(x[5]), \
-      EFFASR_ROW(x[6]), EFFASR_ROW(x[7])
-#define EFFASR_GROUP_PRODUCT(type)                                                                              \
-  asm volatile(                                                                                                 \
-      "{ .reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"                                                        \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                               \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "  \
-      "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, adds, 1, 1, %38; }"         \
-      : EFFASR_ROWS(sums)                                                                                       \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds), "n"(kAcross))
+#define EFFASR_32_COLUMNS(x) EFFASR_ROW(x[0]), EFFASR_ROW(x[1]), EFFASR_ROW(x[2]), EFFASR_ROW(x[3])
+#define EFFASR_64_COLUMNS(x) \
+  EFFASR_32_COLUMNS(x), EFFASR_ROW(x[4]), EFFASR_ROW(x[5]), EFFASR_ROW(x[6]), EFFASR_ROW(x[7])
+#define EFFASR_32_PLACES "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define EFFASR_64_PLACES \
+  EFFASR_32_PLACES ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define EFFASR_PRODUCT(type, columns, operands, ...)                                  \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type  \
+               " {" EFFASR_##columns##_PLACES "}, " operands ";"                      \
+               : EFFASR_##columns##_COLUMNS(sums)                                     \
+               : __VA_ARGS__)
+#define EFFASR_GROUP_PRODUCT(...)                                    \
+  if constexpr (T::kIsBFloat16) EFFASR_PRODUCT("bf16", __VA_ARGS__); \
+  else EFFASR_PRODUCT("f16", __VA_ARGS__)
 
 using GroupSums = float[8][4];
 
 // sums (+)= a b, of 64 x 16 and 16 x 64 numbers; b lies with its rows contiguous where kAcross, else its columns.
 template <class T, int kAcross, int kAdds>
 __device__ void multiply_group(GroupSums& sums, const uint32_t (&a)[4], uint64_t b) {
-  if constexpr (T::kIsBFloat16) EFFASR_GROUP_PRODUCT("bf16");
-  else EFFASR_GROUP_PRODUCT("f16");
+  EFFASR_GROUP_PRODUCT(
+      64, "{%32, %33, %34, %35}, %36, %37, 1, 1, %38", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds),
+      "n"(kAcross));
+}
+// The same of tiles, and for 32 columns, too; a lies with its columns contiguous where kAcrossA, else its rows.
+template <class T, int kAcrossA, int kAcross, int kAdds, int N>
+__device__ void multiply_tiles(float (&sums)[N][4], uint64_t a, uint64_t b) {
+  if constexpr (N == 8) {
+    EFFASR_GROUP_PRODUCT(
+        64, "%32, %33, %34, 1, 1, %35, %36", "l"(a), "l"(b), "n"(kAdds), "n"(kAcrossA), "n"(kAcross));
+  } else {
+    EFFASR_GROUP_PRODUCT(
+        32, "%16, %17, %18, 1, 1, %19, %20", "l"(a), "l"(b), "n"(kAdds), "n"(kAcrossA), "n"(kAcross));
+  }
 }
 // Of 128 bytes of the rows of a tile: the words' exchange by 128 bytes, and 1024 from 8 rows to the next.
 __device__ inline uint64_t descriptor(uint32_t address) {
   return uint64_t{1} << 62 | uint64_t{64} << 32 | uint64_t{1} << 16 | address >> 4;
+}
+// Of 8 x 8 matrices of 128 bytes each, so many bytes from one to the next along what is summed, and along lines.
+__device__ inline uint64_t descriptor(uint32_t address, int along_sum, int along_lines) {
+  return uint64_t(along_lines >> 4) << 32 | uint64_t(along_sum >> 4) << 16 | address >> 4;
 }
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 template <int N>
 __device__ void end_products(float (&sums)[N][4]) {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int n = 0; n < N; n += 8) {
-    GroupSums& x = reinterpret_cast<GroupSums&>(sums[n]);
-    asm volatile("wgmma.wait_group.sync.aligned 0;" : EFFASR_ROWS(x)::"memory");
-  }
+  for (int n = 0; n < N; n += 4)
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : EFFASR_32_COLUMNS((&sums[n]))::"memory");
 }
 
 // sums (+)= a b^T for the 64 rows of a tile.
@@ -80,6 +97,33 @@ __device__ void multiply_group_columns(float (&sums)[D / 8][4], const uint32_t (
       multiply_group<T, 1, true>(
           reinterpret_cast<GroupSums&>(sums[n]), a[k], b + (n / 8 * kPanel + k * 16 * 128) / 16);
   end_products(sums);
+}
+
+// Stores 16 x 16 numbers, a left operand: four matrices of which each lane gives the address of a row.
+__device__ inline void store_matrices(uint32_t address, const uint32_t (&x)[4]) {
+  if constexpr (kHasGroups)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+// sums (+)= a b^T for the 64 rows of a tile and 64 or 32 of another.
+template <class T, int D, bool kAdds, int N>
+__device__ void multiply_tile_rows(float (&sums)[N][4], uint64_t a, uint64_t b) {
+  multiply_tiles<T, 0, 0, kAdds>(sums, a, b);
+#pragma unroll
+  for (int k = 1; k < D / 16; ++k) {
+    const int at = (k / 4 * kPanel + k % 4 * 32) / 16;
+    multiply_tiles<T, 0, 0, true>(sums, a + at, b + at);
+  }
+}
+// sums += a b for 64 rows of a tile, which are 64 columns of a; `step` is from 16 of these to the next, in 16 bytes.
+template <class T, int D, int kAcrossA>
+__device__ void multiply_tile_columns(float (&sums)[D / 8][4], uint64_t a, int step, uint64_t b) {
+#pragma unroll
+  for (int n = 0; n < D / 8; n += 8)
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      multiply_tiles<T, kAcrossA, 1, true>(
+          reinterpret_cast<GroupSums&>(sums[n]), a + k * step, b + (n / 8 * kPanel + k * 16 * 128) / 16);
 }
 
 // As many columns as the last 8 of the 128 and a skew of 15 reach.

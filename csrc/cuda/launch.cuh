@@ -8,15 +8,19 @@ namespace effasr {
 struct Launch {
   const AttentionCall* call;
   unsigned programs;  // along the first axis; heads are along the second
-  int threads, shared_bytes;
+  int shared_bytes;
   void* stream;
 
   int run(void (*kernel)(AttentionCall)) const {
     cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
+    // As many threads as its bound, which depends on the GPU.
+    cudaFuncAttributes compiled;
+    error = cudaFuncGetAttributes(&compiled, kernel);
+    if (error != cudaSuccess) return error;
     const dim3 grid(programs, call->heads);
-    kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(*call);
+    kernel<<<grid, compiled.maxThreadsPerBlock, shared_bytes, static_cast<cudaStream_t>(stream)>>>(*call);
     return cudaGetLastError();
   }
 };
@@ -24,12 +28,12 @@ struct Launch {
 }  // namespace effasr
 
 // int effasr_NAME(call, is_bfloat16, width, programs, shared_bytes, stream): 0, or an error of CUDA.
-#define EFFASR_LAUNCHER(name, threads)                                                                          \
+#define EFFASR_LAUNCHER(name)                                                                             \
   extern "C" int effasr_##name(                                                                           \
       const effasr::AttentionCall* call, int is_bfloat16, int width, unsigned programs, int shared_bytes, \
       void* stream) {                                                                                     \
     using namespace effasr;                                                                               \
-    const Launch launch{call, programs, threads, shared_bytes, stream};                                   \
+    const Launch launch{call, programs, shared_bytes, stream};                                            \
     if (width == 64) return launch.run(is_bfloat16 ? name<BFloat16, 64> : name<Float16, 64>);             \
     return launch.run(is_bfloat16 ? name<BFloat16, 128> : name<Float16, 128>);                            \
   }

@@ -41,6 +41,17 @@ struct Seers {
   }
 };
 
+// Writes scores by position of 8 distances, from the x-th on.
+template <int kKeys>
+__device__ void write_distances(float* ring, const float (&sums)[4], int x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    // Query r meets distance x, counted from the largest, at key x + r - 15.
+    const int r = lane() / 4 + i / 2 * 8, key = x + 2 * (lane() % 4) + i % 2 + r - 15;
+    if (x >= kKept || key >= 0) ring[r * kPitch<kKeys> + key] = sums[i];
+  }
+}
+
 // Writes scores by position of 16 N distances to the ring, from the x-th on. The tiles at `table` hold 128 rows in a
 // ring, by falling distance; `row` is that of the largest distance of the warp's queries and these keys, a multiple of 16.
 template <class T, int D, int N, int kKeys, class Left>
@@ -49,13 +60,7 @@ __device__ void write_scores_from(
   float sums[2 * N][4] = {};
   multiply_rows<T, D, N>(sums, queries, at, table, row + x);
 #pragma unroll
-  for (int n = 0; n < 2 * N; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Query r meets distance x, counted from the largest, at key x + r - 15.
-      const int r = lane() / 4 + i / 2 * 8, key = x + 8 * n + 2 * (lane() % 4) + i % 2 + r - 15;
-      if (x >= kKept || key >= 0) ring[r * kPitch<kKeys> + key] = sums[n][i];
-    }
+  for (int n = 0; n < 2 * N; ++n) write_distances<kKeys>(ring, sums[n], x + 8 * n);
 }
 
 // The scores by position of the next 32 or 64 keys; of the first ones all distances are new.

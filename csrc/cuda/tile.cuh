@@ -28,14 +28,14 @@ __device__ int row_of(int row) {
   return row * 128 + (row & 64) * (D - 64) * 2;
 }
 
-// Begins to copy 64 rows, all threads of the block together: row i is row first + kStep i of a matrix in
-// global memory that has rows from 0 to end - 1; of others it is zero.
+// Begins to copy 64 rows, all threads of the block together: row i is row first + kStep i of a matrix in global memory
+// that has rows from 0 to end - 1; of others it is zero. `row_first` is where the first row is or would be.
 template <int D, int kThreads, int kStep = 1>
-__device__ void copy_rows(uint32_t tile, const uint16_t* matrix, int stride, int first, int end) {
+__device__ void copy_rows(uint32_t tile, const uint16_t* row_first, int stride, int first, int end) {
   // A multiple of 8, so that a thread's words have one place in their rows.
   constexpr int kWords = D / 8, kApart = kThreads / kWords;
   const int row = threadIdx.x / kWords, word = threadIdx.x % kWords;
-  uint64_t from = __cvta_generic_to_global(matrix + int64_t{first + kStep * row} * stride + word * 8);
+  uint64_t from = __cvta_generic_to_global(row_first + int64_t{kStep * row} * stride + word * 8);
   tile += place<D>(row, word);
 #pragma unroll
   for (int i = 0; i < kRows; i += kApart, from += int64_t{kStep * kApart * 2} * stride)
@@ -121,22 +121,24 @@ template <class T, int D>
 __device__ void store_rows(
     uint16_t* to, int stride, int rows, const float (&x)[D / 8][4], const float (&factor)[2],
     unsigned char* tile) {
-  const int row = lane() / 4;
+  // A word farther in all rows' order is an exchange of bits; the tile begins at a multiple of 128 bytes.
+  const uint32_t first = place<D, 16>(lane() / 4, 0) + lane() % 4 * 4;
 #pragma unroll
   for (int n = 0; n < D / 8; ++n)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = T::pack(x[n][2 * half] * factor[half], x[n][2 * half + 1] * factor[half]);
-      *reinterpret_cast<uint32_t*>(tile + place<D, 16>(row + 8 * half, n) + lane() % 4 * 4) = pair;
-    }
+    for (int half = 0; half < 2; ++half)
+      *reinterpret_cast<uint32_t*>(tile + (first ^ n % 8 * 16) + n / 8 * 2048 + half * 1024) =
+          T::pack(x[n][2 * half] * factor[half], x[n][2 * half + 1] * factor[half]);
   __syncwarp();
+  constexpr int kApart = 256 / D;
+  const int row = lane() / (D / 8), word = lane() % (D / 8), step = kApart * stride;
+  const uint32_t place_of_word = place<D, 16>(row, word);
+  to += row * stride + word * 8;
 #pragma unroll
-  for (int i = 0; i < D / 16; ++i) {
-    const int at = (i * 32 + lane()) / (D / 8), word = (i * 32 + lane()) % (D / 8);
-    if (at < rows)
-      *reinterpret_cast<uint4*>(to + int64_t{at} * stride + word * 8) =
-          *reinterpret_cast<const uint4*>(tile + place<D, 16>(at, word));
-  }
+  for (int i = 0; i < 16; i += kApart, to += step)
+    if (row + i < rows)
+      *reinterpret_cast<uint4*>(to) =
+          *reinterpret_cast<const uint4*>(tile + ((place_of_word ^ i % 8 * 16) + i * 128));
   __syncwarp();
 }
 

@@ -21,7 +21,7 @@ from emulator.parse import encode
 
 _CSRC = Path(__file__).parents[2] / "csrc"
 
-_BINARIES: dict[tuple, tuple[Binary, int]] = {}
+_BINARIES: dict[tuple, Binary] = {}
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def emulated(architecture: int, seed: int = 0, *, counted: bool = False) -> Iter
 
 
 def binaries() -> list[Binary]:
-    return [binary for binary, _ in _BINARIES.values()]
+    return list(_BINARIES.values())
 
 
 def execute(
@@ -45,7 +45,7 @@ def execute(
         key = architecture, launch.kernel, launch.dtype, launch.width
         if key not in _BINARIES:
             ptx = compiled_by_nvcc(_CSRC / f"{launch.source}.cu", architecture)
-            _BINARIES[key] = load(ptx, name_of(launch)), launch.shared_bytes
+            _BINARIES[key] = load(ptx, name_of(launch), launch.shared_bytes)
         storages: dict[int, tuple[str, int, int]] = {}
         for name, tensor in launch.tensors.items():
             _add_storage(storages, name, tensor)
@@ -54,10 +54,10 @@ def execute(
         key = (architecture, *aot.key(launch))
         if key not in _BINARIES:
             ptx, shared_bytes = aot.compile_to_ptx(launch, architecture)
-            _BINARIES[key] = load(ptx), shared_bytes
-        parameters, tensors = arguments_of(launch, _BINARIES[key][0])
-    binary, shared_bytes = _BINARIES[key]
-    settings = {"shared_bytes": shared_bytes, "seed": seed, "counted": counted}
+            _BINARIES[key] = load(ptx, shared_bytes=shared_bytes)
+        parameters, tensors = arguments_of(launch, _BINARIES[key])
+    binary = _BINARIES[key]
+    settings = {"shared_bytes": binary.shared_bytes, "seed": seed, "counted": counted}
     return run(binary, launch.grid, parameters, tensors, **settings)
 
 

@@ -19,7 +19,7 @@ from emulator.parse import Operations, Parser, Program
 _SOURCES = Path(__file__).parent / "native"
 _MOST_STEPS = 20_000_000
 _OPTIONS = ("-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-shared")
-COUNTS = ("issued", "sectors", "needed", "wavefronts", "fewest", "products")
+COUNTS = ("issued", "sectors", "needed", "wavefronts", "fewest", "products", "moved")
 """Counters of each instruction; see ``native/counts.h``."""
 
 
@@ -54,6 +54,8 @@ class Binary:
     constants: array
     specials: array
     counts: array
+    ptx: str
+    shared_bytes: int  # dynamic
 
 
 def cache_folder() -> Path:
@@ -99,7 +101,7 @@ def operations() -> Operations:
     return Operations(lanes, specials)
 
 
-def load(ptx: str, kernel: str = r"\w+") -> Binary:
+def load(ptx: str, kernel: str = r"\w+", shared_bytes: int = 0) -> Binary:
     program = Parser(operations()).parse(ptx, kernel)
     flat = lambda rows: array("i", [_signed(x) for row in rows for x in row])
     constants = (
@@ -113,6 +115,8 @@ def load(ptx: str, kernel: str = r"\w+") -> Binary:
         flat(constants),
         flat(program.specials),
         array("Q", bytes(8 * len(COUNTS) * len(program.code))),
+        ptx,
+        shared_bytes,
     )
 
 

@@ -308,8 +308,8 @@ def test_no_kernel_of_nvcc_spills(architecture: str, source: str, tmp_path: Path
     assert len(set(names)) == len(stack) == len(registers) == (4 if "forward" in source else 12)
     assert not any(stack), dict(zip(names, stack, strict=True))
     for (name, _, width), count in zip(names, registers, strict=True):
-        # Blocks that shared memory lets a multiprocessor have, of 128 and of 256 threads.
+        # Blocks that shared memory lets a multiprocessor have, of 128 threads or 256.
         if name == "attention_forward":
             assert count <= (168 if width == "64" else 255)
         elif name != "attention_backward_pairs":
-            assert count <= 80
+            assert count <= 96

@@ -2,6 +2,7 @@
 
 import shutil
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,64 @@ def test_values(
     number: torch.dtype, sizes: tuple[int, ...], options: dict[str, Any], device: torch.device
 ) -> None:
     check_values(_case(sizes, **options), number, device, "cuda", tail=5)
+
+
+_PAIRS, _SCORES, _GROUP = "attention_backward.cu", "cuda/gradients.cuh", "cuda/group.cuh"
+_MUTANTS = {
+    "barrier before reuse": (
+        _PAIRS,
+        "// All warps have read their rings.\n        __syncthreads();",
+        "",
+    ),
+    "barrier behind stores": (
+        _PAIRS,
+        "publish();\n        __syncthreads();\n        const",
+        "publish();\n const",
+    ),
+    "barrier behind products": (
+        _PAIRS,
+        "__syncthreads();\n      if (x.query < end)",
+        "if (x.query < end)",
+    ),
+    "fence of stores": (_PAIRS, "publish();\n        __syncthreads();", "__syncthreads();"),
+    "fence of registers": (_PAIRS, "begin_products();\n          add_half(0);", "add_half(0);"),
+    "wait for copies": (_PAIRS, "wait_for_copies<0>();", ""),
+    "wait for products": (_PAIRS, "end_products(of_query);\n          end_products(grad_k);", ""),
+    "commit of products": (_GROUP, "wgmma.commit_group.sync.aligned;", ""),
+    "ring of scores": (_SCORES, "n - 6 + 2 * number", "n - 5 + 2 * number"),
+    "ring of the table": (_PAIRS, "table(upper ^ 1)", "table(upper)"),
+    "half of distances": (_PAIRS, "store_distances(of_distance, 1);\n          load", "load"),
+    "gradients by distance": (_SCORES, "(kOctetBytes - 128)", "kOctetBytes"),
+    "order of words": (_PAIRS, "(stored ^ n * 32) +", "(stored + n * 32) +"),
+    "mask of the last keys": (_SCORES, "i % 2 >= end", "i % 2 > end"),
+    "mask of the first keys": (_SCORES, "i % 2 < first", "i % 2 <= first"),
+    "dropout of weights": (_SCORES, "i % 2 ? 0xffff : 0xffff0000", "i % 2 ? 0xffff0000 : 0xffff"),
+    "order of columns": (_PAIRS, "column / 4 & 2", "column / 2 & 2"),
+    "splits of a distance": (_PAIRS, "left &= left - 1", "left = 0"),
+}
+
+
+@pytest.mark.skipif(EMULATED != 90, reason="changes what is compiled for sm_90a")
+@pytest.mark.parametrize("name", _MUTANTS)
+@pytest.mark.representative(name=["fence of stores", "ring of scores"])
+def test_mutants_of_the_backward(
+    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator, or the comparison with the reference, notices each."""
+    from emulator import emulate
+    from emulator.machine import Fault
+
+    sources = shutil.copytree(emulate._CSRC, tmp_path / "csrc")
+    path, before, after = _MUTANTS[name]
+    text = (sources / path).read_text()
+    assert before in text
+    (sources / path).write_text(text.replace(before, after))
+    monkeypatch.setattr(emulate, "_CSRC", sources)
+    monkeypatch.setattr(emulate, "_BINARIES", {})
+    context = {"context": Context(40, 20, 1)} if "first" in name else {}
+    case = _case((150, 3, 70), dropout=0.25, seed=7, **context)
+    with pytest.raises((Fault, AssertionError)):
+        check_values(case, BFLOAT16, device, "cuda", tail=5)
 
 
 def test_compiled(device: torch.device) -> None:

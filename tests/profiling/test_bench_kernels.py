@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,12 +57,20 @@ class TestCounts:
         assert kernels.counts(command) == 0
         printed = capsys.readouterr().out
         assert "attention causal" in printed
-        issued = {row["kernel"]: row for row in harness.read(tmp_path / "counts.csv")}
+        rows = list(harness.read(tmp_path / "counts.csv"))
+        issued = {row["kernel"]: row for row in rows}
         for name in ("attention_forward", "attention_backward_kv", "attention_backward_q"):
             assert int(issued[name]["issued"]) > 100
         # What has run before is listed again, with the counts of one run.
         assert kernels.counts(command) == 0
         assert capsys.readouterr().out == printed
+
+        if shutil.which("nvcc"):
+            assert kernels.counts([*command[:-2], "--json"]) == 0
+            passes = json.loads(capsys.readouterr().out)
+            listed = sum(int(row["issued"]) for row in rows if not row["line"])
+            assert sum(row["issued"] for row in passes.values()) == listed
+            assert all(row["registers"] > 16 and row["moved"] > 1000 for row in passes.values())
 
 
 def test_host_times_of_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,9 @@ from effasr_kernels.shared.joined import empty_gradients
 from effasr_kernels.shared.partial_sums import summed
 
 _BLOCK, _WIDTHS = 64, (64, 128)
-_RINGS = {"forward": 64 * 136 * 4, "backward": 8 * 16 * 56 * 4 + 4 * 16 * 88 * 2 + 16 + 256 * 16}
+_RINGS = {"forward": 64 * 136 * 4, "backward": 8 * 16 * 56 * 4 + 64 * 128 * 2 + 32 + 256 * 24}
 """Bytes of shared memory beside tiles: scores and their gradients by distance (`kGroupPitch` in
-csrc/cuda/group.cuh, `kPitch` in scores.cuh, `kBandBytes` in gradients.cuh), and 16 a thread."""
+csrc/cuda/group.cuh, `kPitch` in scores.cuh, `kBandsBytes` in gradients.cuh), and 24 a thread."""
 _CHUNK = 512
 """`kChunk` in csrc/attention_backward.cu."""
 _PROGRAMS = 132
