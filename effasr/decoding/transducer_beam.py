@@ -1,4 +1,4 @@
-"""Beam search of a transducer (RNN-T), over a packed batch or over streams."""
+"""Beam searches of transducers (RNN-T and TDT), over a packed batch or over streams."""
 
 from __future__ import annotations
 

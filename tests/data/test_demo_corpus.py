@@ -13,7 +13,7 @@ import soundfile
 
 from effasr.data.conversation.messages import conversations
 from effasr.data.conversation.tokenize import conversation_rows
-from effasr.data.demo import corpus
+from effasr.data.demo import corpus, render
 from effasr.data.demo.acoustics import REFERENCE_LEVEL_DB, record
 from effasr.data.demo.chat_model import TRANSCRIBE, write_conversations
 from effasr.data.demo.corpus import DemoCorpus, build
@@ -93,7 +93,7 @@ def test_equal_arguments_give_equal_bytes_whatever_the_jobs(english, tmp_path) -
 
 
 def test_a_built_corpus_is_kept_and_needs_no_synthesiser(english, monkeypatch) -> None:
-    monkeypatch.setattr(corpus, "_run_worker", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr(render, "_run_worker", lambda *_: pytest.fail("a worker was started"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert build(english.root, **SMALL) == english
 

@@ -1,4 +1,4 @@
-"""A micro-batch of conversations."""
+"""A micro-batch of conversations, and how it is packed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

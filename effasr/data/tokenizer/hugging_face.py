@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's models, of Canary and Parakeet: a ``tokenizer.json``."""
+"""Tokenizers of Hugging Face's models: of Canary and Parakeet, of wav2vec 2.0, and of Whisper."""
 
 import json
 import re

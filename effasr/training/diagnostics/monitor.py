@@ -1,4 +1,4 @@
-"""Runs the detectors on the metrics of a run, and reports conditions that begin or end."""
+"""Detects conditions in the metrics of a run, and reports conditions that begin or end."""
 
 from __future__ import annotations
 

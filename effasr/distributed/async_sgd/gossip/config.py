@@ -1,4 +1,4 @@
-"""Schedule and topology of averaging between learners."""
+"""Configuration of averaging between learners: schedule, topology, and TLS."""
 
 import random
 import ssl
