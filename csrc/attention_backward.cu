@@ -163,11 +163,6 @@ __global__ void __launch_bounds__(kThreads<D>, kIsOneGroup<D> ? 2 : 1)
   const Places<D> at(tiles);
   unsigned char* bands = shared + Shared::kBands;
   float* ring = reinterpret_cast<float*>(shared + Shared::kRings) + warp() * kRingFloats<D>;
-  // Of a group, in the tile of weights: the lane's row of four matrices to be stored, and of 16 queries and its keys.
-  const uint32_t stored =
-      tiles + Shared::kOfWeights + warp_query() * 128 + place<kRows>(lane() % 16, warp_key<D>() / 8 + lane() / 16);
-  const uint32_t transposed =
-      tiles + Shared::kOfWeights + place<kRows>(lane() / 16 * 8 + lane() % 8, warp_query() / 8 + lane() / 8 % 2);
   // In shared memory, as registers are few: with each thread's part of the gradients of both biases, and of the
   // content bias.
   float4* of_both = reinterpret_cast<float4*>(shared + Shared::kEnd + 32);
@@ -264,20 +259,21 @@ __global__ void __launch_bounds__(kThreads<D>, kIsOneGroup<D> ? 2 : 1)
       Operands<kKeys<D> / 16> weights, grads;
       differentiate<T, D>(weights, grads, tiles, at, ring, p, x, head, upper * kRows, norms);
       const int rows = x.queries - x.query - warp_query();
+      // All warps have read their rings.
+      __syncthreads();
+      // In the tile of weights: where the lane stores its first, and its row of four matrices of 16 queries and its keys.
+      const uint32_t word = warp_key<D>() / 8, stored = tiles + Shared::kOfWeights + warp_query() * 128 +
+          (kHasGroups ? place<kRows>(lane() % 16, word + lane() / 16) : place<kRows>(lane() / 4, word) + lane() % 4 * 4);
+      const uint32_t transposed =
+          tiles + Shared::kOfWeights + place<kRows>(lane() / 16 * 8 + lane() % 8, warp_query() / 8 + lane() / 8 % 2);
+      store_operands(weights, stored);
+      store_operands(grads, stored + kTileBytes<kRows>);
+      store_in_octets<D>(grads, bands);
+      if (kHasGroups && is_key) load_part(of_query, of_queries, rows, stride);
+      if (kHasGroups && !kStays && is_value) load_distances(of_distance, 1);
+      publish();
+      __syncthreads();
       if constexpr (kHasGroups) {
-        // All warps have read their rings.
-        __syncthreads();
-        // Two words of 16 bytes farther, in all rows' order.
-#pragma unroll
-        for (int n = 0; n < kKeys<D> / 16; ++n) {
-          store_matrices(stored ^ n * 32, weights[n]);
-          store_matrices((stored ^ n * 32) + kTileBytes<kRows>, grads[n]);
-        }
-        store_in_octets<D>(grads, bands);
-        if (is_key) load_part(of_query, of_queries, rows, stride);
-        if (!kStays && is_value) load_distances(of_distance, 1);
-        publish();
-        __syncthreads();
         const uint64_t first = descriptor(tiles), of_scores = first + Shared::kOfScores / 16;
         const auto table = [&](int half) { return first + (Shared::kTable + half * kTileBytes<D>) / 16; };
         constexpr int kDown = 16 * 128 / 16, kHalf = kRows / 8 * 128 / 16;
@@ -318,15 +314,10 @@ __global__ void __launch_bounds__(kThreads<D>, kIsOneGroup<D> ? 2 : 1)
           if (!kStays) store_distances(of_distance, 0);
         }
       } else {
-        __syncwarp();
-        store_pairs(weights, ring, 0);
-        store_pairs(grads, ring, 1);
-        store_by_distance<D>(grads, bands);
-        __syncthreads();
 #pragma unroll
         for (int other = 0; other < kRows; other += 16) {
           uint32_t a[4];
-          load_pairs<D, true>(a, tiles + Shared::kRings, other, warp_query(), is_key);
+          load_matrices<true>(a, transposed + is_key * kTileBytes<kRows> + other * 128);
           multiply_columns<T, D>(grad_k, a, at, is_key ? Shared::kByContent : Shared::kGradOut, other);
           if (is_key) add_sums(a);
         }
@@ -335,15 +326,15 @@ __global__ void __launch_bounds__(kThreads<D>, kIsOneGroup<D> ? 2 : 1)
 #pragma unroll
         for (int key = 0; key < kRows; key += 16) {
           uint32_t a[4];
-          load_pairs<D, false>(a, tiles + Shared::kRings, warp_query(), key, 1);
+          load_matrices<false>(a, at.below[key / 16] + Shared::kOfScores + warp_query() * 128);
           multiply_columns<T, D, D / 32>(by_query, a, at, Shared::kKeyTile, key, is_key);
         }
 #pragma unroll
-        for (int distance = 0; distance < kDistances; distance += 16) {
+        for (int n = 0; n < kDistances; n += 16) {
           uint32_t a[4];
+          const int distance = 48 - warp_query() + n;
           load_by_distance<false>(a, tiles + Shared::kBands, warp_query(), distance);
-          const int row = (upper * kRows + 48 - warp_query() + distance) & 127;
-          multiply_columns<T, D, D / 32>(by_query, a, at, Shared::kTable, row, is_key);
+          multiply_columns<T, D, D / 32>(by_query, a, at, Shared::kTable, (upper * kRows + distance) & 127, is_key);
         }
         store_part(of_queries, by_query, rows, stride);
         // 16 distances of the upper and of the lower half.
@@ -353,10 +344,10 @@ __global__ void __launch_bounds__(kThreads<D>, kIsOneGroup<D> ? 2 : 1)
           load_distances(by_distance, is_lower);
 #pragma unroll
           for (int other = 0; other < kRows; other += 16) {
-            const int first = is_lower * kRows + warp_query() + other - 48;
+            const int distance = is_lower * kRows + warp_query(), first = distance + other - 48;
             if (first < 0 || first >= kDistances) continue;
             uint32_t a[4];
-            load_by_distance<true>(a, tiles + Shared::kBands, other, first);
+            load_by_distance<true>(a, tiles + Shared::kBands, other, distance);
             multiply_columns<T, D, D / 32>(by_distance, a, at, Shared::kByPosition, other, is_key);
           }
           store_distances(by_distance, is_lower);

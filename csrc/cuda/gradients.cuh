@@ -25,9 +25,8 @@ __device__ inline int warp_query() { return warp() % 4 * 16; }
 template <int D>
 __device__ int warp_key() { return kIsOneGroup<D> ? 0 : warp() / 4 * kKeys<D>; }
 
-// Gradients of scores by distance, 80 for 16 queries and 64 keys: zeros where there is no key. The pitch is an
-// odd number of words of 16 bytes. A group of warps has 128 for 64 queries, in matrices of 8 x 8.
-constexpr int kDistances = kRows + 16, kDistancePitch = kDistances + 8, kBandBytes = 16 * kDistancePitch * 2;
+// 16 queries and 64 keys have 80 distances, 64 queries 128, for which there are matrices of 8 x 8.
+constexpr int kDistances = kRows + 16;
 constexpr int kOctetBytes = 2 * kRows / 8 * 128, kBandsBytes = kRows / 8 * kOctetBytes;
 
 // Where the tiles of a pair lie: queries with either bias, gradients of results, keys, values, and 128 rows of
@@ -192,48 +191,17 @@ __device__ void differentiate(
   for (int n = 0; n < N / 2; ++n) as_operand<T>(grads[n], ds[2 * n], ds[2 * n + 1]);
 }
 
-// The warp's 16 rows of 32 numbers, in its ring: those of `number` 0 and 1 one after the other, with a pitch
-// by which eight rows of a matrix lie in different banks.
-constexpr int kPairPitch = kRows + 16;
-__device__ inline void store_pairs(const Operands<2>& x, float* ring, int number) {
-  unsigned char* to = reinterpret_cast<unsigned char*>(ring) + number * 16 * kPairPitch;
+// Stores a warp's rows in a tile of 64 x 64; `to` is where its first word goes, of a group as `store_matrices` has it.
+template <int N>
+__device__ void store_operands(const Operands<N>& x, uint32_t to) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    *reinterpret_cast<uint32_t*>(
-        to + (lane() / 4 + i % 2 * 8) * kPairPitch + i / 2 * 16 + lane() % 4 * 4) = x[i / 4][i % 4];
-}
-// The place of a lane's row in four 8 x 8 matrices, for the left operand of 16 rows, or of 16 columns.
-template <bool kTransposed>
-__device__ int place_of_left(int pitch) {
-  const int low = lane() % 16, high = lane() / 16;
-  return kTransposed ? (high * 8 + lane() % 8) * pitch + lane() / 8 % 2 * 16 : low * pitch + high * 16;
-}
-// A left operand of 16 queries from `query` on and 16 keys of the tile from `key` on, or transposed.
-template <int D, bool kTransposed>
-__device__ void load_pairs(uint32_t (&a)[4], uint32_t rings, int query, int key, int number) {
-  const uint32_t tile = rings + (query / 16 + key / 32 * 4) * kRingFloats<D> * 4 + number * 16 * kPairPitch;
-  load_matrices<kTransposed>(a, tile + key % 32 * 2 + place_of_left<kTransposed>(kPairPitch));
+  for (int i = 0; i < (kHasGroups ? N : 4 * N); ++i)
+    // A word of 16 bytes farther in all rows' order is an exchange of bits.
+    if constexpr (kHasGroups) store_matrices(to ^ i * 32, x[i]);
+    else asm volatile("st.shared.b32 [%0], %1;" ::"r"((to ^ i / 2 * 16) + i % 2 * 1024), "r"(x[i / 4][i % 4]) : "memory");
 }
 
-// The warp's 16 rows and 32 keys among those of its queries by distance, from their largest on.
-template <int D>
-__device__ void store_by_distance(const Operands<2>& x, unsigned char* bands) {
-  uint16_t* to = reinterpret_cast<uint16_t*>(bands + warp_query() / 16 * kBandBytes) + warp_key<D>();
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int r = lane() / 4 + i % 2 * 8, key = i / 2 * 8 + 2 * (lane() % 4);
-    uint16_t* at = to + r * (kDistancePitch - 1) + key + 15;
-    at[0] = static_cast<uint16_t>(x[i / 4][i % 4]), at[1] = static_cast<uint16_t>(x[i / 4][i % 4] >> 16);
-  }
-}
-// A left operand of 16 queries from `query` on by 16 distances from `first` on, or transposed.
-template <bool kTransposed>
-__device__ void load_by_distance(uint32_t (&a)[4], uint32_t bands, int query, int first) {
-  const uint32_t band = bands + query / 16 * kBandBytes + first * 2;
-  load_matrices<kTransposed>(a, band + place_of_left<kTransposed>(kDistancePitch * 2));
-}
-
-// Of a group, in matrices of 8 x 8 queries and distances.
+// The same by distance, in matrices of 8 x 8 queries and distances: zeros where there is no key.
 template <int D>
 __device__ void store_in_octets(const Operands<kKeys<D> / 16>& x, unsigned char* bands) {
 #pragma unroll
@@ -246,6 +214,14 @@ __device__ void store_in_octets(const Operands<kKeys<D> / 16>& x, unsigned char*
       *reinterpret_cast<uint16_t*>(to + i % 2 * (kOctetBytes - 128) + i / 2 * 128) =
           static_cast<uint16_t>(x[i / 4][i % 4] >> 16 * odd);
   }
+}
+
+// A left operand of 16 queries from `query` on by 16 distances from `distance` on, or transposed.
+template <bool kTransposed>
+__device__ void load_by_distance(uint32_t (&a)[4], uint32_t bands, int query, int distance) {
+  const int low = lane() / 8 % 2, high = lane() / 16;
+  const int row = query / 8 + (kTransposed ? high : low), column = distance / 8 + (kTransposed ? low : high);
+  load_matrices<kTransposed>(a, bands + row * kOctetBytes + column * 128 + lane() % 8 * 16);
 }
 
 }  // namespace effasr

@@ -88,22 +88,18 @@ def test_values(
 
 _PAIRS, _SCORES, _GROUP = "attention_backward.cu", "cuda/gradients.cuh", "cuda/group.cuh"
 _MUTANTS = {
-    "barrier before reuse": (
-        _PAIRS,
-        "// All warps have read their rings.\n        __syncthreads();",
-        "",
-    ),
-    "barrier behind stores": (
-        _PAIRS,
-        "publish();\n        __syncthreads();\n        const",
-        "publish();\n const",
-    ),
+    "barrier before reuse": (_PAIRS, "__syncthreads();\n      // In the tile of weights", "//"),
+    "barrier behind stores": (_PAIRS, "__syncthreads();\n      if constexpr", "if constexpr"),
     "barrier behind products": (
         _PAIRS,
         "__syncthreads();\n      if (x.query < end)",
         "if (x.query < end)",
     ),
-    "fence of stores": (_PAIRS, "publish();\n        __syncthreads();", "__syncthreads();"),
+    "fence of stores": (
+        _PAIRS,
+        "publish();\n      __syncthreads();\n      if",
+        "__syncthreads();\n if",
+    ),
     "fence of registers": (_PAIRS, "begin_products();\n          add_half(0);", "add_half(0);"),
     "wait for copies": (_PAIRS, "wait_for_copies<0>();", ""),
     "wait for products": (_PAIRS, "end_products(of_query);\n          end_products(grad_k);", ""),
@@ -112,7 +108,7 @@ _MUTANTS = {
     "ring of the table": (_PAIRS, "table(upper ^ 1)", "table(upper)"),
     "half of distances": (_PAIRS, "store_distances(of_distance, 1);\n          load", "load"),
     "gradients by distance": (_SCORES, "(kOctetBytes - 128)", "kOctetBytes"),
-    "order of words": (_PAIRS, "(stored ^ n * 32) +", "(stored + n * 32) +"),
+    "order of words": (_SCORES, "to ^ i * 32", "to + i * 32"),
     "mask of the last keys": (_SCORES, "i % 2 >= end", "i % 2 > end"),
     "mask of the first keys": (_SCORES, "i % 2 < first", "i % 2 <= first"),
     "dropout of weights": (_SCORES, "i % 2 ? 0xffff : 0xffff0000", "i % 2 ? 0xffff0000 : 0xffff"),
