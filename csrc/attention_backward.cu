@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(kThreads<D>, kIsOneGroup<D> ? 2 : 1)
           multiply_tile_columns<T, D, 1>(
               of_distance, by_distance, 2 * kOctetBytes / 16, first + Shared::kByPosition / 16);
         };
-        begin_products();
         if (is_key) {
+          begin_products();
           const uint64_t by_distance = descriptor(tiles + Shared::kBands, 128, kOctetBytes);
           multiply_tile_columns<T, D, 1>(grad_k, of_scores, kDown, first + Shared::kByContent / 16);
           multiply_tile_columns<T, D, 0>(of_query, of_scores, 2, first + Shared::kKeyTile / 16);
@@ -299,8 +299,8 @@ __global__ void __launch_bounds__(kThreads<D>, kIsOneGroup<D> ? 2 : 1)
             add_sums(a);
           }
         }
-        if (kIsOneGroup<D>) begin_products();
         if (is_value) {
+          begin_products();
           // The lower half was the upper one of the queries before.
           multiply_tile_columns<T, D, 1>(grad_v, first + Shared::kOfWeights / 16, kDown, first + Shared::kGradOut / 16);
           add_half(kHalf);

@@ -307,6 +307,8 @@ def test_no_kernel_of_nvcc_spills(architecture: str, source: str, tmp_path: Path
     registers = [int(x) for x in re.findall(r"Used (\d+) registers", text)]
     assert len(set(names)) == len(stack) == len(registers) == (4 if "forward" in source else 12)
     assert not any(stack), dict(zip(names, stack, strict=True))
+    # ptxas says where products of wgmma wait for each other, and where it adds a fence.
+    assert not re.search("wgmma|GMMA", text)
     for (name, _, width), count in zip(names, registers, strict=True):
         # Blocks that shared memory lets a multiprocessor have, of 128 threads or 256.
         if name == "attention_forward":
