@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
 
@@ -152,6 +153,13 @@ def test_adapters_by_language_decode_together_and_export_each(
     for name, code in languages.items():
         assert code == "fr" or together[name] == texts[code][name]
     assert texts["en"] != texts["de"]
+    for name, message in (
+        ("run", r"`init_from` must .* of en, de: .* --merge-language en"),
+        ("en", ""),
+    ):
+        config = make_by_language(name="next", init_from=str(tmp_path / name))
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            resolve_config(config, None)
     command[2] = str(tmp_path / "fr")
     assert main([*command, "fr"]) == 2
     assert "`--merge-language` must be a language that has adapters (en, de), but is 'fr'" in (
