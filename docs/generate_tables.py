@@ -27,7 +27,7 @@ from effasr.planning.report import percent as whole_percent  # noqa: E402
 PAGES = (
     *("README.md", "docs/audio-without-text.md", "docs/benchmarks.md", "docs/kernels.md"),
     *("docs/architecture.md", "docs/batching.md", "docs/distributed.md", "docs/finetuning.md"),
-    *("docs/speech-language-models.md", "docs/transcription.md"),
+    *("docs/new-language.md", "docs/speech-language-models.md", "docs/transcription.md"),
 )
 Row = dict[str, str]
 Groups = dict[tuple[str, ...], list[Row]]
@@ -684,7 +684,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(training, padding, what_if, loading, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         *(compiled_counts, small_data, optimizers, large_batches, hosts, subsampling),
-        *(other_language, whisper_finetuning, mixed_batches, attention_counts),
+        *(other_language, whisper_finetuning, mixed_batches, attention_counts, forgetting),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),
     )
 }
