@@ -4,8 +4,6 @@ A launch is compiled with the types, constants and alignments that it would have
 the binary is the one that runs. Triton includes the assembler.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

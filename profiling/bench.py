@@ -1,7 +1,5 @@
 """Benchmarks, one subcommand each: python profiling/bench.py SUBCOMMAND [OPTIONS] or --help."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

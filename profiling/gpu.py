@@ -24,8 +24,6 @@ A dry run does all of it on the CPU at tiny size, in a temporary folder: it show
 work, and measures nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

@@ -5,8 +5,6 @@ turn inherit. `Watcher` starts this file as a process that waits for the end of 
 that of the process that watches, and then kills whatever bears the token.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

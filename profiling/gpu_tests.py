@@ -12,8 +12,6 @@ behind the report of the test. xdist replaces it; without xdist its exit code is
 MOST tests of a file have done that, its other tests are left out: each costs a new process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

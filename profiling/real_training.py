@@ -17,8 +17,6 @@ and `effasr tokenizer` make them. A dry run does all of it on the CPU at tiny si
 of NCCL and without CUDA graphs: it shows that the commands work, and measures nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

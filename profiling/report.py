@@ -14,8 +14,6 @@ the ranks of one run; two run directories are compared. Writes
 Needs numpy alone, and the folder effasr beside this one. Exit code 2: an input cannot be used.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

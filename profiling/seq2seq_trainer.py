@@ -8,8 +8,6 @@ The seconds are those of the updates: the first, untimed, pays for what is done 
 the model for `effasr import`. Needs transformers and accelerate.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -20,8 +20,6 @@ programs for each with rows, `--check` fails. If that is intended, update the ba
 it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

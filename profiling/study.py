@@ -25,8 +25,6 @@ revision runs in a checkout of it: the code of such a study has left the tree, i
 #     percent:    [COLUMN]
 #     revision:   COMMIT
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

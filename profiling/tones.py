@@ -1,7 +1,5 @@
 """A corpus that a tiny model begins to learn within a minute: every word is a tone, in noise."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -8,8 +8,6 @@ SYSTEM is effasr (MODEL is a folder of `effasr import`), faster_whisper, transfo
 CTranslate2's, or a dtype. A first file is transcribed before the time is taken.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

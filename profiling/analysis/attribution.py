@@ -15,8 +15,6 @@ The phase is the outermost range below the step, by the same launch: a kernel of
 phase ``backward`` and the range of the forward that made it.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ Each moment of a step belongs to the first of these that holds:
 Only unions of intervals are measured: kernels on several streams at once are not added up.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A set is int64 (n, 2), sorted, disjoint, without empty intervals: nanoseconds [b
 results are exact integers, so that the parts of a whole add up to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

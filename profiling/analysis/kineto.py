@@ -4,8 +4,6 @@ An event at a time, so that a large trace needs little more memory than its text
 process: on it, the device's events bear the device as their process.
 """
 
-from __future__ import annotations
-
 import gc
 import gzip
 import io

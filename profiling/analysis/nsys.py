@@ -5,8 +5,6 @@ Tables are made only when there is something to put in, and gain columns with ev
 one that is absent is filled with what it would have held.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """Resolves the command-line inputs: captures, run directories, or both."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The whole analysis of one subject: the mapping that becomes report.json and the page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """One table of what host and device did, whichever profiler saw it. Times are ns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The bound is Amdahl's: a part that takes the share r of a step, if it took no ti
 make the run 1 / (1 - r) times as fast. No change can gain more from that part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases of attention at real lengths, with their peers."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import Any

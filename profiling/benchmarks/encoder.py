@@ -6,8 +6,6 @@ Utterances of one length, so that nobody computes padding: 103 of 10.2 s and 37 
 NeMo's published steps (NVIDIA/NeMo 16052). bfloat16 on a GPU, by autocast.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """What all benchmarks share: rows of a table, clocks, turns of systems, processes with a limit."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

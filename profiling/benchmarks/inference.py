@@ -13,8 +13,6 @@ utterance; how far transcripts agree is checked before anything is timed. With r
 tokens are now and then equally likely up to rounding; from there on an utterance goes its own way.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Our kernels outside of a benchmark: counted without a GPU, compiled ahead, tuned, or run once."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools

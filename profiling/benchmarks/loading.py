@@ -8,8 +8,6 @@ order of the packed plan, without worker processes, features or a model; time is
 processor. open_s is that of reading the corpus, without a cache.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Cases of operations other than attention and the transducer's loss, with their peers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

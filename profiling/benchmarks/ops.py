@@ -12,8 +12,6 @@ by their kind, ``--kind "large 4x"``. With another checkout and its folder kerne
 the kernels of that one are measured, with the same inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence

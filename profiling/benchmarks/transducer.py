@@ -1,7 +1,5 @@
 """Cases of the transducer's joint, projection and loss, with peers in torch and of packages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial

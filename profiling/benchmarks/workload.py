@@ -1,7 +1,5 @@
 """The benchmarked batch of an operation: a static shape with utterance lengths as in corpora."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

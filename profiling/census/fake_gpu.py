@@ -3,8 +3,6 @@
 The device is not named cuda, because autograd needs a CUDA build of torch for that name.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ Bytes count each element that the operator must read or write once. Caches that 
 between two operators, and kernels that read a tensor twice, are not considered.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

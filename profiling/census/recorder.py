@@ -1,7 +1,5 @@
 """Records the launches of a training step: PyTorch operators, custom kernels and their modules."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Summarises a recorded step: totals, categories, layers, and the roofline of an H200."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable

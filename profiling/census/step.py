@@ -1,7 +1,5 @@
 """Runs and records one training step of a published architecture on the fake GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

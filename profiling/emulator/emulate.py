@@ -1,7 +1,5 @@
 """Kernels of `effasr_kernels` on the CPU, as they are compiled for a GPU."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import subprocess

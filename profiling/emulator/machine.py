@@ -1,7 +1,5 @@
 """The machine, built with the compiler that is there, and launches on it."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 Only what Triton and nvcc write is understood; anything else is an error that names the instruction.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from dataclasses import dataclass, field

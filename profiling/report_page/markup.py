@@ -1,7 +1,5 @@
 """Figures and pictures of times, on top of the pieces that all pages share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from html import escape

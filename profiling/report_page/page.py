@@ -1,7 +1,5 @@
 """The page, from report.json: the verdict first, then what it rests on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from html import escape
 from typing import Any

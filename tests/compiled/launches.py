@@ -1,7 +1,5 @@
 """What calls of operations launch, recorded without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

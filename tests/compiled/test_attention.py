@@ -1,7 +1,5 @@
 """`attention` and `guided_attention`, compiled for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

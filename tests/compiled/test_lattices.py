@@ -1,7 +1,5 @@
 """`ctc_loss` and `transducer_loss`, compiled for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The kernels of each operation, compiled for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Step 1 was the best before, step 2 is the newest. Step 9 is damaged: the run went on from step 2.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Scenario: ``effasr export`` writes a model for transformers over an earlier export."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path

@@ -8,8 +8,6 @@ not one that the fault may leave.
     LD_PRELOAD=... python -m tests.faults.injection MODULE FAULT STRIDE FOLDER
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

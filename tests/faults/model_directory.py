@@ -1,7 +1,5 @@
 """Scenario: a model directory is written over an older one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from effasr.checkpoint import load_model, save_model

@@ -1,7 +1,5 @@
 """Scenario: a run goes on from step 2, and writes the files of its directory."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

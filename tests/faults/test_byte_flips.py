@@ -1,7 +1,5 @@
 """One changed byte in any file of a run: it is noticed and named, or nothing depends on it."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

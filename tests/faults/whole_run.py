@@ -1,7 +1,5 @@
 """Scenario: ``effasr train`` goes on from a checkpoint, validates, and saves two more."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

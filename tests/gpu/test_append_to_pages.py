@@ -1,7 +1,5 @@
 """The Triton backend of `append_to_pages` against the reference: the same bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The Triton backend of `decode_attention` against the reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

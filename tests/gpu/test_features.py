@@ -1,7 +1,5 @@
 """The Triton backends of `audio_windows`, `mask_features` and `normalize_features`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

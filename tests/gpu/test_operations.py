@@ -3,8 +3,6 @@
 `make test` runs the rows that are not ``extended``, in bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The Triton backend of `projected_top_k` against the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whisper here is transformers' Whisper: of utterances with silence behind them, and without."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A tiny Whisper of transformers with random weights, its tokenizer and its features."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

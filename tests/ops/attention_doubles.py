@@ -3,8 +3,6 @@
 What lies outside every sequence is NaN, as it may be in theirs.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Doubles with the signatures of the packages compute by the reference, and do wha
 do: rows outside the sequences come back as NaN, as do their gradients.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

@@ -1,7 +1,5 @@
 """torch's attention and the flash-attn packages behind ours, on a GPU that has them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The backend ``cpp`` of attention, through the public functions, for each instruction set."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The backend ``cpp`` of the losses over lattices, through the public functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

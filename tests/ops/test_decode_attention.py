@@ -1,7 +1,5 @@
 """`decode_attention` by its reference, against a float64 computation of its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The definitions of `audio_windows`, `mask_features` and `normalize_features`, row by row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

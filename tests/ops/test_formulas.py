@@ -4,8 +4,6 @@ Values alone: `test_contract.py` compares the gradients with finite differences 
 `attention` and `transducer_loss` have files of their own.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable

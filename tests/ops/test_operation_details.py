@@ -1,7 +1,5 @@
 """What references promise beyond formulas and contract; names begin with the operation's."""
 
-from __future__ import annotations
-
 from math import comb
 
 import pytest

@@ -1,7 +1,5 @@
 """`projected_top_k` by its reference, against sorting row by row in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

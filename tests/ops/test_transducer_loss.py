@@ -1,7 +1,5 @@
 """The definition of `transducer_loss`, without and with durations, against sums over all paths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes traces as Kineto does on a GPU, for tests: times are in ns here, in µs there."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import dataclass, field

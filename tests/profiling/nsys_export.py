@@ -1,7 +1,5 @@
 """Writes SQLite files as `nsys export` does, from the documented schema, for tests."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing

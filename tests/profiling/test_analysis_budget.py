@@ -1,7 +1,5 @@
 """The budget of a step: by hand, and what must hold for every capture."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Kernels by their names."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

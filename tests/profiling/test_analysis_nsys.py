@@ -1,7 +1,5 @@
 """Reading exports of nsys and traces of torch.profiler, and naming the range of every kernel."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """From figures to a sentence: what limits a run, what to do, padding, ranks, comparison."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmarks' command and harness; each subcommand writes rows at its smallest size."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import subprocess

@@ -1,7 +1,5 @@
 """Kernels counted without a GPU, compiled ahead of the benchmarks, and tiles of attention."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

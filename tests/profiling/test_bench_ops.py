@@ -1,7 +1,5 @@
 """Benchmarks of operations at tiny sizes on a CPU: peers compute the same, and rows are right."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Training throughput at tiny size: its batches, rows and recordings."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

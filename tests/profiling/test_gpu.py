@@ -1,7 +1,5 @@
 """What runs on a GPU, on a machine without one: parts, calls that end, tests, and targets."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """A real run at tiny size on the CPU: its steps, and how they are judged."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The command and its files, from captures of both profilers to a page."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

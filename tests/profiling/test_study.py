@@ -1,7 +1,5 @@
 """The runner of studies: a small grid from data to rows, and the grids of this repository."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -8,8 +8,6 @@ shows as one line; a crash, a hang, another error, too much memory, or another f
 beside it is a failure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """Changes a valid input into a hostile one: bytes, kinds of files, values, archives."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -3,8 +3,6 @@
 docs/security.md has their limits.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -3,8 +3,6 @@
 python -m tests.security.worker [make]
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

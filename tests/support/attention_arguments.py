@@ -1,7 +1,5 @@
 """Arguments of `attention` as its implementations take them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from effasr_kernels import Context, PackedLayout, RelativeBias, Rotary

@@ -4,8 +4,6 @@ A test describes a call by a `Case`, which holds its inputs by sequence, so that
 them in another order, with a tail, or beside NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal

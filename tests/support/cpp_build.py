@@ -1,7 +1,5 @@
 """Building the CPU kernels as setup.py does, in a folder of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

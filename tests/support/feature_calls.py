@@ -1,7 +1,5 @@
 """Calls of the operations on features, whose rows lie in slots of the sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of the losses over lattices, and their comparison with the references."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

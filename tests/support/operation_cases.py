@@ -4,8 +4,6 @@
 references, `tests/compiled` compiles what they launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

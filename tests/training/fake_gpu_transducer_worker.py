@@ -4,8 +4,6 @@ Fake tensors have no values, so whatever asks for one fails; launches are record
 batch is one that a CUDA graph would read: its offsets are only on the device.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

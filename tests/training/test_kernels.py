@@ -1,7 +1,5 @@
 """Backends of operations: as configured, as measured, and those that cannot serve."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from dataclasses import replace

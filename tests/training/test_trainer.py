@@ -308,10 +308,20 @@ def test_memory_does_not_grow_over_the_steps_of_a_run(make_config, tones, monkey
     assert last - settled < 12 << 20
 
 
-@pytest.mark.parametrize(("best", "is_worse"), [(0.3, False), (0.5, True)])
-def test_a_whisper_that_became_worse_is_named(best, is_worse, caplog):
+@pytest.mark.parametrize(
+    ("best", "silence", "is_worse", "remedy"),
+    [
+        (0.3, 0, False, ""),
+        (0.5, 0, True, "minimum_s=10 data.frame_budget=2500"),
+        (0.5, 10, True, ""),
+    ],
+)
+def test_a_whisper_that_became_worse_is_named(best, silence, is_worse, remedy, caplog):
     judge = SimpleNamespace(metric=Metric("wer", "WER"))
-    judged = SimpleNamespace(validate=judge, config=SimpleNamespace(name="mine"))
+    model = SimpleNamespace(features=SimpleNamespace(minimum_s=silence))
+    config = SimpleNamespace(name="mine", model=model, data=SimpleNamespace(frame_budget=1000))
+    judged = SimpleNamespace(validate=judge, config=config)
     trainer.Trainer._warn_if_worse(judged, RunProgress(before=0.4, best=best))
     assert ("no validation reached the wer of 0.4 " in caplog.text) == is_worse
-    assert ("data.micro_batches=4 name=mine2" in caplog.text) == is_worse
+    assert remedy in caplog.text
+    assert ("name=mine2" in caplog.text) == bool(remedy)

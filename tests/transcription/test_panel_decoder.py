@@ -1,7 +1,5 @@
 """Steps of `PanelDecoder` beside those of the decoder itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

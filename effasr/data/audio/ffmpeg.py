@@ -67,6 +67,7 @@ def ffmpeg_blocks(
     size = regular_file_size(path)
     # Seeking to 0 has an effect: it shifts some formats by the delay of their codec.
     begin = ["-ss", _seconds(offset)] if offset else []
+    # Up to version 8 it counts from the first sample, where the audio begins later.
     length = [] if duration is None else ["-t", _seconds(duration)]
     command = [
         *_reading(path, reason, begin, track, channels),
@@ -149,7 +150,7 @@ _PROBLEM = re.compile(
 _GUESSED = re.compile(r"Video: |Estimating duration")
 _DURATION = re.compile(r"Duration: (\d+):(\d+):(\d+\.\d+)")
 _QUIET = re.compile(r"^(?:\[[^\]]*@[^\]]*\] )?\[(?:info|warning)\]")
-_NO_TRACK = re.compile(r"Stream map '0:a:(\d+)' matches no streams")
+_NO_TRACK = re.compile(r"Stream map '.*' matches no streams")  # which one, old versions name alone
 _MAX_LOG = 1 << 22  # bytes; texts in a file, such as lyrics, are logged too
 
 
@@ -191,8 +192,9 @@ def _reading(
         *(program, "-nostdin", "-hide_banner", "-nostats", "-threads", "1"),
         *("-loglevel", "level+info"),
         *("-protocol_whitelist", "file", "-format_whitelist", ",".join(_FORMATS), *begin),
-        # Without an offset, the time of MPEG streams begins with the audio, not with the video.
-        *("-itsoffset", "0.000001"),
+        # Else the time of MPEG streams begins with the audio, not with the video: without an
+        # offset up to version 8, and from 9 on where the video is discarded.
+        *("-itsoffset", "0.000001", "-discard:v", "default"),
         *("-i", f"file:{os.fspath(path)}", "-map", f"0:a:{track}", "-vn", "-sn", "-dn"),
         *("-af", _TIMELINE + (f"pan=mono|c0={terms}" if terms else "anull")),
     ]
@@ -225,8 +227,11 @@ def _blocks(
                     )
                 if len(block):
                     yield block
-        if not count:
-            raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, 0)}")
+        if not count and longest < most and _begin(log, sample_rate)[0] >= longest:
+            yield from (block[:, 0] for block in _silence(longest, 1))
+        elif not count:
+            words = _last_words(log, 0, command)
+            raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {words}")
         words = os.pread(log.fileno(), _MAX_LOG, 0).decode("utf-8", "replace")
         if (problem := _PROBLEM.search(words)) is not None:
             raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {problem[1][:200]}")
@@ -271,7 +276,8 @@ def _chunks(command: list[str], name: str, size: int, log: IO[bytes]) -> Generat
         process.wait()
         process.stdout.close()
     if code:
-        raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {_last_words(log, code)}")
+        words = _last_words(log, code, command)
+        raise AudioError(AudioProblem.UNREADABLE, f"{name}: ffmpeg: {words}")
 
 
 def _limit_memory(process: int) -> None:
@@ -300,15 +306,15 @@ def _read(pipe: IO[bytes], size: int, name: str) -> bytes:
     return b"".join(parts)
 
 
-def _last_words(log: IO[bytes], code: int) -> str:
+def _last_words(log: IO[bytes], code: int, command: list[str]) -> str:
     lines = os.pread(log.fileno(), _MAX_LOG, 0).decode("utf-8", "replace").split("\n")
     messages = [line.strip() for line in lines if line.strip() and not _QUIET.search(line)]
     if (problem := _PROBLEM.search("\n".join(messages))) is not None:
         messages = [problem[1]]
     if messages and "not on whitelist" in messages[0]:
         return "not a format that has its audio in the file itself."
-    if messages and (missing := _NO_TRACK.search(messages[0])):
-        number = int(missing[1])
+    if messages and _NO_TRACK.search(messages[0]):
+        number = int(command[command.index("-map") + 1].rpartition(":")[2])
         return f"no audio track {number}: tracks count from 0." if number else "no audio track."
     # The first line names the cause, the last only its consequence.
     return _WHO.sub("", messages[0])[:200] if messages else f"no audio (exit code {code})."

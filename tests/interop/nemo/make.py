@@ -13,8 +13,6 @@ new case begins with a small model that NeMo has saved. On the way back, after
 ``make.py --compare hybrid.npz out.nemo`` says how far the file that effasr wrote is from NeMo's.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import sys
