@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from effasr.optim.schedules import learning_rate_ratio, peak_learning_rate, rela
 from effasr.training import cuda_graph
 from effasr.training.checkpointing.resume import Saved
 from effasr.training.config import ASYNCHRONOUS, TrainConfig, adascale_scale
-from effasr.training.diagnostics.monitor import CTCBaseline
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.kernels import select_backends
 from effasr.training.loss import Objective
@@ -59,6 +58,9 @@ from effasr.training.weights import (
     replaces_tokenizer,
     source_of_model,
 )
+
+if TYPE_CHECKING:
+    from effasr.training.diagnostics.monitor import CTCBaseline
 
 
 def build_model(
@@ -103,7 +105,7 @@ def build_train_state(
     context: DistributedContext,
     make_averager: Callable[[nn.Module, Optimizer, list[Tensor]], Averager] | None = None,
     learners: int = 1,
-    baseline: CTCBaseline | None = None,
+    baseline: "CTCBaseline | None" = None,
 ) -> TrainState:
     """Build the optimizer of a model and everything else that a step needs.
 

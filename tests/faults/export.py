@@ -36,7 +36,8 @@ def check(folder: Path, fault: str, error: str):
     model = check_replaced(folder, error, _export, _value)
     assert (model / "notes.txt").read_text() == "kept"
     names = {"README.md", "config.json", "model.safetensors", "notes.txt"}
-    assert {path.name for path in model.iterdir()} == names | {"preprocessor_config.json"}
+    names |= {"preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in model.iterdir()} == names
 
 
 def _value(folder: Path) -> float:

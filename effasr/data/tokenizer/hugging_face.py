@@ -92,7 +92,8 @@ class HuggingFaceTokenizer(Tokenizer):
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
         if TOKENIZER_FILE not in self._files:
-            self._tokenizer.save(str(folder / TOKENIZER_FILE))
+            # Its `save` raises bare exceptions where a disk is full.
+            (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(pretty=True), "utf-8")
 
 
 class CanaryTokenizer(HuggingFaceTokenizer):

@@ -50,7 +50,8 @@ def export_sentence_piece(
         names.append(_BLANK)
         specials.append(_BLANK)
     converted.add_special_tokens(specials)
-    converted.save(str(folder / TOKENIZER_FILE))
+    # Its `save` raises bare exceptions where a disk is full.
+    (folder / TOKENIZER_FILE).write_text(converted.to_str(pretty=True), "utf-8")
     settings = {
         # Of CTC, it leaves out blanks and repeated tokens.
         "tokenizer_class": "ParakeetTokenizer" if _BLANK in names else "PreTrainedTokenizerFast",
