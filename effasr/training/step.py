@@ -196,7 +196,8 @@ def run_micro_batch(
     ``replace``: whether gradients are there that this micro-batch replaces where it can. Return its
     share of each of `LOSSES`, (6,), and the loss of each of its utterances, (N,).
     """
-    with _weights_in_use(state, accumulate=not exchanging, replace=replace):
+    is_text = batch.source is not None
+    with _weights_in_use(state, accumulate=not exchanging, replace=replace, is_text=is_text):
         share, utterance_losses = _forward(state, state.model, batch, counts)
         with ranges.range("backward"):
             _to_differentiate(share, state).backward()
@@ -213,7 +214,10 @@ def _accumulate_gradient(
     measured = nullcontext() if adascale is None else adascale.sample(batch.num_targets)
     run = partial(run_micro_batch, state, exchanging=exchanging)
     if state.graph is not None:
-        run = partial(state.graph, replace=is_first and state.weights is not None)
+        weights = state.weights if is_first else None
+        run = partial(state.graph, replace=weights is not None)
+        if weights is not None:
+            weights.clear_others(is_text=batch.source is not None)
     if state.transfer is not None:
         batch = state.transfer(batch)
     with sync, measured:
@@ -247,13 +251,8 @@ def _stacked(share: dict[str, Tensor]) -> Tensor:
     return torch.stack([share[name].detach() for name in LOSSES])
 
 
-def _weights_in_use(
-    state: TrainState, *, accumulate: bool = False, replace: bool = False
-) -> AbstractContextManager:
-    weights = state.weights
-    if weights is None:
-        return nullcontext()
-    return weights.in_use(accumulate=accumulate, replace=replace)
+def _weights_in_use(state: TrainState, **options: bool) -> AbstractContextManager:
+    return nullcontext() if state.weights is None else state.weights.in_use(**options)
 
 
 def _oom_recovery(state: TrainState, counts: Tensor) -> OOMRecovery:

@@ -7,15 +7,16 @@ import numpy as np
 import torch
 
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, collate
+from effasr.data.collate import Example, TextExample, collate, collate_text
 from effasr.data.features.spec_augment import SpecAugmentConfig
 from effasr.distributed.grad_sync import GradientSync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.model.config import ModelConfig
-from effasr.model.cost import cost_model
+from effasr.model.cost import cost_model, text_cost_model
 from effasr.model.decoder import DecoderConfig
 from effasr.model.encoder import FastConformerConfig
+from effasr.model.text_encoder import TextEncoderConfig
 from effasr.model.transducer import TransducerConfig
 from effasr.training.loss import LossConfig, Objective
 from effasr.training.step import StepConfig, TrainState
@@ -40,6 +41,13 @@ def make_batch(seed: int, shape: StaticShape = SHAPE) -> Batch:
     return collate(examples, shape, eos_id=1, pad_id=0)
 
 
+def make_text_batch(seed: int) -> Batch:
+    """Two text pairs."""
+    ids = np.random.default_rng(seed).integers(3, VOCABULARY, size=(2, 7)).tolist()
+    examples = [TextExample(str(n), x[:4], [1, 2], x[4:]) for n, x in enumerate(ids)]
+    return collate_text(examples, SHAPE, eos_id=1, pad_id=0)
+
+
 def make_train_state(
     device: torch.device,
     position: str,
@@ -47,6 +55,7 @@ def make_train_state(
     *,
     transducer: TransducerConfig | None = None,
     half: bool = False,
+    text: bool = False,
 ) -> TrainState:
     """Every part that has a kernel, at its smallest.
 
@@ -56,6 +65,7 @@ def make_train_state(
         dropout: Of encoder and decoder.
         transducer: In place of the decoder.
         half: Whether products are in bfloat16.
+        text: Whether there is a text encoder.
     """
     torch.manual_seed(0)
     encoder = FastConformerConfig(
@@ -68,6 +78,7 @@ def make_train_state(
         decoder=decoder if transducer is None else None,
         transducer=transducer,
         ctc=True,
+        text_encoder=TextEncoderConfig(layers=1, heads=2, feed_forward=32) if text else None,
         spec_augment=SpecAugmentConfig(),
     )
     by_transducer = float(transducer is not None)
@@ -76,7 +87,7 @@ def make_train_state(
         config=StepConfig(
             learning_rate=lambda step: 1e-3,
             autocast=partial(torch.autocast, device.type, torch.bfloat16) if half else nullcontext,
-            costs=StepCosts(cost_model(config, VOCABULARY)),
+            costs=StepCosts(cost_model(config, VOCABULARY), text_cost_model(config, VOCABULARY)),
             seed=0,
             clip=1.0,
             label_smoothing=0.1,

@@ -91,9 +91,9 @@ class WeightCopies:
             pair for layer in layers for pair in layer.pairs if not pair[0].requires_grad
         ]
         self._versions: dict[bool, list[int]] = {}
-        # Weights whose gradient the first micro-batch of a step replaces: the first product does
-        # not read it.
-        self.replaced: set[Tensor] = set()
+        # Weights whose gradient the first micro-batch of a step replaces, as the first product does
+        # not read it: if it is of speech, and if it is of text alone.
+        self._replaced: dict[bool, set[Tensor]] = {False: set(), True: set()}
         self._follows_updates = False
 
     def follow_updates(self) -> dict[Tensor, Tensor]:
@@ -116,19 +116,33 @@ class WeightCopies:
                     _copy(pairs)
                     self._versions[is_trained] = versions
 
+    @property
+    def replaced(self) -> set[Tensor]:
+        """Weights whose gradient may stay from one step to the next, see `clear_others`."""
+        return self._replaced[False] | self._replaced[True]
+
+    def clear_others(self, *, is_text: bool) -> None:
+        """Zero those gradients of `replaced` that the first micro-batch does not replace."""
+        others = self.replaced - self._replaced[is_text]
+        gradients = [weight.grad for weight in others if weight.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateImportUsage]
+
     @contextmanager
-    def in_use(self, *, accumulate: bool = False, replace: bool = False) -> Iterator[None]:
+    def in_use(
+        self, *, accumulate: bool = False, replace: bool = False, is_text: bool = False
+    ) -> Iterator[None]:
         """Let the modules have the copies in place of their weights, in forward and backward.
 
         A checkpointed layer reads its weights in the backward again. Gradients arrive at the
         float32 parameters. ``accumulate``: whether the backward in the block adds to ``grad``, as
         `Tensor.backward` does, and no rank waits for a hook. ``replace``: whether gradients that
-        are there already are of an earlier step; those in `replaced` need not be zero.
+        are there already are of an earlier step, to be replaced by those of speech or ``is_text``.
         """
         layers = [self._outside, *(layer for _, layer in self._layers)]
         for layer in layers:
             layer.accumulates = accumulate and self._accumulate
-            layer.replaced = self.replaced
+            layer.replaced = self._replaced[is_text]
             layer.stale = set(layer.masters) if replace and layer.accumulates else set()
         handles = [
             root.register_forward_pre_hook(layer.connect_before) for root, layer in self._layers
