@@ -3,7 +3,9 @@
 Practice: icefall trains 500 pieces on LibriSpeech (100 and 960 hours) and Common Voice; ESPnet
 150 on the languages of Common Voice; NeMo recommends 128 or 256 at a subsampling of 4, 128 or 256
 for about 1,000 hours and 1,024 for 10,000 hours and more. Larger vocabularies have more frames per
-token, and fewer examples of each token.
+token, and fewer examples of each token. With few hours of many speakers CTC begins to align long
+before with little more than characters (`profiling/studies/small_corpora.yaml`), if speech is slow
+enough for them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,16 +19,18 @@ from effasr.data.filters.rules import frames_for_ctc
 from effasr.data.statistics.survey import FramesPerToken, LanguageSurvey, Survey, frames_in
 from effasr.data.tokenizer.sentence_piece import ModelType, VocabularyTooSmall, train_model
 
-SIZES = (128, 256, 500, 1024, 2048, 4096)  # candidate vocabulary sizes
+SIZES = (40, 128, 256, 500, 1024, 2048, 4096)  # candidate vocabulary sizes
 
 SUBSAMPLINGS = (8, 4)
 """Factors of a FastConformer, the cheaper first: halving the frames more than halves the work."""
 
-_BY_HOURS = ((5.0, 128), (300.0, 500))  # usual sizes below the given hours; `_MOST_USUAL` above
+_BY_HOURS = ((5.0, 40), (300.0, 500))  # usual sizes below the given hours; `_MOST_USUAL` above
 _MOST_USUAL = 1024
 
 _LEAST_EXAMPLES = 40
 """Least mean occurrences of a piece: with fewer examples its embedding is not learned."""
+
+_FEW = 128  # pieces for which any corpus has examples enough, and of texts that nobody speaks
 
 _CHARACTERS_PER_HOUR = 54_000
 """Characters per hour, assumed for texts without audio: 15 a second, as in read speech."""
@@ -117,7 +121,8 @@ class _Ladder:
         measured = _measure(self._language, self._counts, self._sizes[rung], self._model_type)
         if rung:
             share = self._counts.utterances / max(len(self._counts.texts), 1)
-            if measured.tokens.sum() * share < _LEAST_EXAMPLES * measured.size:
+            least = _LEAST_EXAMPLES * measured.size if measured.size > _FEW else 0
+            if measured.tokens.sum() * share < least:
                 return False
             if measured.size <= self._rungs[-1].size:
                 return False
@@ -147,6 +152,7 @@ def _sizes(counts: LanguageSurvey) -> Sequence[int]:
     """Return the usual size and the larger ones."""
     hours = counts.hours if counts.has_speech else counts.length / _CHARACTERS_PER_HOUR
     usual = next((size for under, size in _BY_HOURS if hours < under), _MOST_USUAL)
+    usual = usual if counts.has_speech else max(usual, _FEW)
     return [size for size in SIZES if size >= usual]
 
 

@@ -93,9 +93,9 @@ def test_counts_and_samples_agree_with_the_tokenizer(tmp_path):
 
 def test_slow_speech_has_the_usual_vocabulary_and_fast_speech_finer_frames():
     slow = choose_vocabulary(spoken(3.0))
-    assert (slow.sizes, slow.subsampling, slow.is_hard) == ({"en": 128}, 8, False)
+    assert (slow.sizes, slow.subsampling, slow.is_hard) == ({"en": 40}, 8, False)
     fast = choose_vocabulary(spoken(14.0))
-    assert (fast.subsampling, fast.is_hard) == (4, False)
+    assert (fast.sizes["en"] >= 128, fast.subsampling, fast.is_hard) == (True, 4, False)
     assert choose_vocabulary(spoken(14.0)) == fast
     stays = choose_vocabulary(spoken(14.0), subsampling=8)
     assert (stays.subsampling, stays.is_hard) == (8, True)
