@@ -168,9 +168,9 @@ class ManifestRow:
         """Return a time that may be in several fields."""
         field = self.first(names)
         time = self.seconds(field, zero=True)
-        for other in names if time is not None else ():
+        for other in names:
             again = self.seconds(other, zero=True)
-            if again is not None and abs(again - time) > DURATION_TOLERANCE:
+            if time is not None and again is not None and abs(again - time) > DURATION_TOLERANCE:
                 raise self.error(
                     f"`{field}` is {time:g} s, but `{other}` {again:g} s: remove the field that is "
                     "wrong.",
