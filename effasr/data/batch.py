@@ -132,10 +132,12 @@ class Batch:
     def _moved(self, device: torch.device) -> Self:
         if device.type == "cpu" or self.targets.device.type != "cpu":
             return self._mapped(lambda part: part.to(device=device, non_blocking=True))
+        # A teacher's labels are on the device already, perhaps not computed yet.
         tensors: list[Tensor] = []
-        self._mapped(lambda part: _with_tensors(part, lambda x: tensors.append(x) or x))
+        see = lambda x: (x.is_cpu and tensors.append(x)) or x
+        self._mapped(lambda part: _with_tensors(part, see))
         moved = {id(x): y for x, y in zip(tensors, _transferred(tensors, device), strict=True)}
-        return self._mapped(lambda part: _with_tensors(part, lambda x: moved[id(x)]))
+        return self._mapped(lambda part: _with_tensors(part, lambda x: moved.get(id(x), x)))
 
     def pin_memory(self) -> Self:
         """Called by torch's DataLoader."""

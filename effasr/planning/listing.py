@@ -36,7 +36,7 @@ from effasr.data.manifest import cuts, nemo
 from effasr.data.manifest.cuts import prompt_of, prompt_values
 from effasr.data.manifest.lines import numbered_lines
 from effasr.data.manifest.reader import file_of_lines, named
-from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.row import ManifestRow, spaced
 from effasr.data.manifest.utterance import FileUtterance, ReadOptions, Utterance, custom_fields
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -290,6 +290,7 @@ class _Reader:
         cut: Cut | None = None,
     ) -> None:
         """Check a text as in training and count its tokens, or estimate them."""
+        text = spaced(text)
         is_used = self._limits.text != "ignored" and bool(text.strip())
         if self._options.untranscribed and not is_used:
             self._add(name, position, seconds, prompt, 0, 0)

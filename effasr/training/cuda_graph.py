@@ -170,6 +170,9 @@ class MicroBatchGraph:
         self._capture = capture
         # Replays and outputs of the recordings, by ``replace``.
         self._recorded: dict[bool, tuple[Callable[[], Any], Outputs]] = {}
+        # Those that the next one takes the place of: without any, PyTorch gives up their pool, and
+        # refuses it to the next if a module still has a tensor there.
+        self._outdated: dict[bool, tuple[Callable[[], Any], Outputs]] = {}
         # The tiles of frames and tokens that the recordings have programs for.
         self._tile_counts: list[TileCounts] = []
         self._of_text: MicroBatchGraph | None = None
@@ -186,10 +189,11 @@ class MicroBatchGraph:
         if not self._tile_counts:
             self._prepare(batch, counts)
         if any([x.admit(new) for x, new in zip(self._tile_counts, _layouts(batch), strict=True)]):
-            self._recorded.clear()
+            self._outdated, self._recorded = self._recorded, {}
         if replace not in self._recorded:
             run = partial(self._on_static_inputs, replace=replace)
             self._recorded[replace] = self._capture(run)
+            self._outdated = {}
         self._load(batch, counts)
         replay, outputs = self._recorded[replace]
         replay()

@@ -1,5 +1,6 @@
 """A training run from its first step to its last, with any number of interruptions."""
 
+import gc
 import logging
 import math
 import time
@@ -118,6 +119,9 @@ def _run(config: TrainConfig) -> int:
                         break
                     path = checkpoints.path(step)
                     resolved = replace(resolved, saved=Saved(path, checkpoints.read(path)))
+                    # There may not be memory for both models; cycles refer to the first.
+                    del trainer
+                    gc.collect()
                     trainer = Trainer(resolved, context, run_log, checkpoints)
             except TrainingFailed as error:
                 run_log.show(f"failed: {error}")

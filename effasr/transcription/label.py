@@ -218,10 +218,10 @@ def _problem(source: Source) -> str | None:
     except AudioError:
         # Transcription reports it.
         return None
-    if source.channels is not None and tuple(source.channels) != tuple(range(channels)):
+    if source.channels is not None and len(source.channels) not in (1, channels):
         return (
-            f"channels {list(source.channels)} are not all {channels} of the file: save them "
-            "as files of their own."
+            f"channels {list(source.channels)} are neither one nor all {channels} of the file: "
+            "save them as files of their own."
         )
     return None
 
@@ -241,6 +241,7 @@ def _segments(source: Source, result: Transcription, prompt: Prompt) -> Iterator
             "confidence": segment.confidence,
             "pseudo": True,
             "truncated": segment.truncated,
+            **source.fields(),
         }
         yield line
 

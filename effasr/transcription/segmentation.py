@@ -89,8 +89,6 @@ def transcripts(path: Path, default: Prompt) -> Iterator[Transcript | RejectedRo
             cues = [(row.offset, row.offset + row.duration) for row in rows]
         texts = [(text, cue) for row, cue in zip(rows, cues, strict=True) for text in _lines(row)]
         lines, cues = [text for text, _ in texts], [cue for _, cue in texts]
-        if isinstance(row, FileUtterance):
-            source = replace(source, channel=row.channel)
         yield Transcript(source, lines, source.prompt or default, cues)
 
 
@@ -173,13 +171,12 @@ class Segmenter:
                 "pnc": prompt.punctuation,
                 "confidence": _confidence(part, heard, alignment, self._costs),
                 "truncated": False,
+                **source.fields(),
             }
             if part.words and all(word.is_heard for word in part.words):
                 times = np.clip([(x.start, x.end) for x in part.words], part.start, part.end)
                 spans = zip(part.words, (times - part.start).round(3).tolist(), strict=True)
                 row["words"] = [{"word": x.text, "start": a, "end": b} for x, (a, b) in spans]
-            if source.channel is not None:
-                row["channel"] = source.channel
             if not part.words:
                 row["reason"] = NO_TEXT
             elif part.heard_share() < _HEARD_SHARE:
@@ -236,8 +233,7 @@ class Segmenter:
         """Write the scores of a recording to a file: 2 bytes for each class and frame."""
         source, rate = transcript.source, self._recognizer.sample_rate
         load = partial(open_stream, source.audio, rate, offset=source.offset)
-        channels = source.channels if source.channel is None else (source.channel,)
-        load = partial(load, duration=source.duration, channels=channels)
+        load = partial(load, duration=source.duration, channels=source.channels)
         request = Request(source.id, load, transcript.prompt)
         times, speech = [np.zeros(0)], np.zeros(0, dtype=bool)
         between = np.full(len(classes) + 1, _UNHEARD, dtype=np.float16)

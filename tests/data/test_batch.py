@@ -1,5 +1,6 @@
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,13 @@ def test_small_tensors_are_one_transfer():
         assert (y.device.type, y.shape, y.dtype) == ("meta", x.shape, x.dtype)
     assert moved.frames.lengths == batch.frames.lengths
     assert (moved.ids, moved.num_targets) == (batch.ids, batch.num_targets)
+    # What is on the device is not copied, back to the host least of all.
+    labelled = replace(batch, text=moved.text, monotonic=moved.monotonic)
+    with Transfers() as transfers:
+        again = labelled.to("meta")
+    assert again.text.values is moved.text.values
+    assert again.monotonic is moved.monotonic
+    assert sorted(transfers.found) == [512 * (len(other_items) - 3), audio.nbytes]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_a_malformed_line_is_named(line, fields, message):
     with pytest.raises(ValueError, match=rf"m\.jsonl:1: .*{message}") as caught:
         read(line(**fields))
     assert str(caught.value).count("m.jsonl:1:") == 1
+    assert "neither" in message or "`effasr prepare` leaves such lines out" in str(caught.value)
 
 
 GOOD = b'{"audio_filepath": "a.wav", "text": "one"}\n'
@@ -242,6 +243,7 @@ CUTS = {
     "all channels": cut_of("/a/b.wav", [0, 1, 2]),
     "first channels": cut_of("/a/b.wav", [0, 1]),
     "tar member": cut_of(str(TarMember("/a/x y.tar", 1536, 99)), 0, "shar"),
+    "resampled, as every file is": cut_of("/a/b.wav", 0).resample(48_000),
     "name in another script": cut_of("/ä/жук.flac", 0),
     "name that is no text": cut_of(os.fsdecode(b"/a/\xff.wav"), 0),
 }

@@ -416,3 +416,9 @@ def test_fields_that_are_not_read_are_named(tmp_path, capsys) -> None:
     assert "fields that are not read, with their lines: 'snr' (2), 'begin_s' (1)" in text
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["unread_fields"] == {"snr": 2, "begin_s": 1}
+
+
+@pytest.mark.parametrize(("column", "others"), [(None, {"raw_text": 1}), ("raw_text", {"text": 1})])
+def test_other_texts_than_the_one_that_is_read_are_named(tmp_path, column, others) -> None:
+    path = call(tmp_path, {"raw_text": "A."})
+    assert prepare(path, tmp_path / "out", text_column=column).unread_fields == others

@@ -36,6 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not str(item.path).startswith(here):
             continue
         if EMULATED:
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
             continue
         if not INTERPRETED:
             item.add_marker(pytest.mark.gpu)
@@ -81,8 +82,11 @@ def _emulated() -> Iterator[None]:
         return
     from emulator.emulate import emulated
 
+    # What nobody has written is NaN, as it may be on a GPU; new memory of a CPU is mostly zero.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with emulated(EMULATED):
         yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

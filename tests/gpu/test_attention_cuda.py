@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from effasr_kernels import BackendUnavailable, Context, RelativeBias, attention
+from effasr_kernels.attention import _cuda
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import cuda
 from tests.gpu.conftest import EMULATED, INTERPRETED
@@ -140,6 +141,19 @@ def test_mutants_of_the_backward(
         check_values(case, BFLOAT16, device, "cuda", tail=5)
 
 
+def test_biases_and_gradients_need_no_alignment(device: torch.device) -> None:
+    layout, found = PackedLayout.from_lengths([3], device), []
+    for first in (0, 1):
+        buffers = [torch.linspace(-1, 1, 320, device=device).roll(first).to(BFLOAT16)] * 2
+        views = [x[first:][: 64 * n] for x, n in zip(buffers, (1, 3), strict=True)]
+        bias, grad = views[0].view(1, 64), views[1].view(3, 1, 64)
+        q, table = torch.ones_like(grad).requires_grad_(), torch.ones(5, 1, 64, device=device)
+        position = RelativeBias(bias, bias, table.to(BFLOAT16))
+        attention(q, q, q, layout, position=position, backend="cuda").backward(grad)
+        found.append(q.grad)
+    assert torch.equal(*found)
+
+
 def test_compiled(device: torch.device) -> None:
     case = _case((3, 0, 5), dropout=0.25, seed=7)("cuda")
     check_compiler(case, Variation(dtype=BFLOAT16, device=device))
@@ -152,9 +166,14 @@ def test_compiled(device: torch.device) -> None:
         ({"width": 32}, "needs a head width of 64 or 128, not 32"),
         ({"width": 64, "dtype": torch.float32}, "computes in float16 and bfloat16, not in float32"),
         ({"width": 64, "scale": -0.5}, "needs a positive scale, not -0.5"),
+        ({"width": 64, "capability": (8, 9)}, "its backward needs more shared memory than .* 8.9"),
     ],
 )
-def test_refusals(options: dict[str, Any], reason: str, device: torch.device) -> None:
+def test_refusals(
+    options: dict[str, Any], reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "capability" in options:
+        monkeypatch.setattr(_cuda, "capability", lambda device: options["capability"])
     size = 3, 1, options["width"]
     q = torch.zeros(size, dtype=options.get("dtype", BFLOAT16), device=device)
     position = RelativeBias(q[0], q[0], q.new_zeros(5, *size[1:]))

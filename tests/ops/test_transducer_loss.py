@@ -13,7 +13,13 @@ from effasr_kernels import pack, transducer_loss
 from effasr_kernels.transducer_loss import OPERATION, TransducerArguments, lattice
 from tests.support import operation_cases
 from tests.support.conformance import Case
-from tests.support.loss_calls import LEAVES, check_infinite_loss, gradients, transducer_arguments
+from tests.support.loss_calls import (
+    LEAVES,
+    check_infinite_loss,
+    ctc_arguments,
+    gradients,
+    transducer_arguments,
+)
 
 CLASSES = 5
 SIZES = {"classes": CLASSES, "width": 3}
@@ -177,8 +183,9 @@ def test_what_no_path_fits_costs_infinity(
     assert not any(x.any() for x in results.values())
 
 
-def test_an_impossible_label_costs_infinity_and_has_no_gradient() -> None:
-    check_infinite_loss(transducer_arguments, backend="reference")
+@pytest.mark.parametrize("make", [transducer_arguments, ctc_arguments])
+def test_an_impossible_label_costs_infinity_and_has_no_gradient(make: Any) -> None:
+    check_infinite_loss(make, backend="reference")
 
 
 def test_every_path_crosses_each_diagonal_once() -> None:

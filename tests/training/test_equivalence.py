@@ -3,6 +3,7 @@
 Of one shape: nothing is compiled twice, and nothing grows.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -166,13 +167,17 @@ def test_the_recording_has_inputs_of_its_own(make_train_state, batches):
 
 def test_a_batch_with_more_tiles_is_recorded_anew(batches):
     recorded, outputs = [], (torch.zeros(()),)
+    replays, alive = [], []
 
     def run(batch, counts, replace):
         recorded.append(batch.frames.with_tile_tables().tile_counts[4])
         return outputs
 
     def capture(run):
-        return (lambda: None), run()
+        alive.append([replay() is not None for replay in replays])
+        replay = partial(int)
+        replays.append(weakref.ref(replay))
+        return replay, run()
 
     graph = MicroBatchGraph(run, torch.device("cpu"), [], [], capture)
     few, many = (PackedLayout.from_lengths(x, rows=40, num_sequences=9) for x in ([40], [5] * 8))
@@ -180,6 +185,9 @@ def test_a_batch_with_more_tiles_is_recorded_anew(batches):
         graph(replace(batches[0], frames=frames), torch.ones(1))
     # A warm-up and a recording for ten tiles, and a recording for sixteen.
     assert recorded == [12, 12, 18]
+    # The first, which shares its memory, lasts until the second is made.
+    assert alive == [[], [True]]
+    assert [replay() is not None for replay in replays] == [False, True]
 
 
 def test_error_messages(make_train_state, batches, model_config):

@@ -481,8 +481,19 @@ def test_what_was_frozen_is_trained_after_its_steps(make_config, tones, tmp_path
     assert_same_end(tmp_path / "whole", tmp_path / "run", steps=8)
 
 
-def test_moments_of_the_others_go_on(make_config, tmp_path):
+def test_moments_of_the_others_go_on(make_config, tmp_path, monkeypatch):
     """Without anything to learn for the frozen part, the others train as if nothing had changed."""
+    made, alive = [], []
+
+    def build_model(*arguments):
+        # Nothing of the first model may take memory beside the second.
+        alive.append([model() for model in made])
+        model = original(*arguments)
+        made.append(weakref.ref(model))
+        return model
+
+    original = build.build_model
+    monkeypatch.setattr(build, "build_model", build_model)
     assert run(make_config(training=LOOP | {"max_steps": 6})) == 0
     before, after = (
         torch.load(checkpoint(tmp_path / "run", step) / "training.pt", weights_only=True)[
@@ -494,6 +505,7 @@ def test_moments_of_the_others_go_on(make_config, tmp_path):
     assert steps[0] == 1
     assert steps[-1] == 6
     assert steps.count(6) == len(before["state"])
+    assert alive == [[], [None]]
 
 
 @pytest.mark.slow

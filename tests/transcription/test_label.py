@@ -17,10 +17,12 @@ from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.decoded import Decoded, EncodedBatch, Score, with_details, with_scores
 from effasr.training.run_dir.run_directory import read_lines
-from effasr.transcription.inputs.sources import Source
+from effasr.transcription.inputs.audio_stream import open_stream
+from effasr.transcription.inputs.sources import Source, of_manifest
 from effasr.transcription.label import LabelFolder, checked
 from effasr.transcription.results import Failure, Transcription, confidence
 from effasr.transcription.transcribe import transcribe
+from tests.support.corpora import write_lines
 
 RATE = 16_000
 
@@ -221,12 +223,29 @@ def test_what_training_cannot_read_is_left_out_without_a_transcription(
 
 def test_channels_that_a_line_cannot_name_are_a_problem(tmp_path) -> None:
     path = str(tmp_path / "stereo.wav")
-    soundfile.write(path, np.zeros((RATE, 2), np.float32), RATE)
-    assert checked(Source("a", "a", path, channels=(0, 1))).problem is None
-    result = checked(Source("a", "a", path, channels=(1,))).problem
-    assert result == "channels [1] are not all 2 of the file: save them as files of their own."
+    soundfile.write(path, np.zeros((RATE, 3), np.float32), RATE)
+    assert checked(Source("a", "a", path, channels=(0, 1, 2))).problem is None
+    assert checked(Source("a", "a", path, channels=(1,))).problem is None
+    result = checked(Source("a", "a", path, channels=(1, 2))).problem or ""
+    assert "channels [1, 2] are neither one nor all 3 of the file: save them as" in result
     assert "only lhotse reads this audio" in (checked(Source("a", "a")).problem or "")
     assert checked(Source("a", "a", problem="damaged")).problem == "damaged"
+
+
+def test_a_line_names_the_channel_that_is_labelled(label, noise, tmp_path) -> None:
+    """Also of a file whose name is spelled otherwise, as on macOS."""
+    audio = np.stack([noise(1.0, seed=1), noise(1.0, seed=2)], 1)
+    soundfile.write(tmp_path / "e\u0301.wav", audio, RATE, "FLOAT")
+    rows = [{"audio_filepath": "\u00e9.wav", "id": str(x), "channel": x} for x in (0, "B", None)]
+    path = write_lines(tmp_path / "m.jsonl", rows)
+    for source, expected in zip(
+        of_manifest(path, prompt=Prompt()), (*audio.T, audio.mean(1)), strict=True
+    ):
+        stream = open_stream(source.audio, RATE, channels=source.channels)
+        assert np.allclose(np.concatenate(list(stream.blocks)), expected)
+    assert label(audio=path).code == 0
+    lines = read_lines(tmp_path / "labels/journal.jsonl")
+    assert [part.get("channel") for row in lines for part in row["segments"]] == [0, 1, None]
 
 
 def test_a_path_that_is_not_utf8_is_refused_before_the_work(tmp_path) -> None:

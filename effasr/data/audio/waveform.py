@@ -123,12 +123,14 @@ class AudioSegment:
     def of(cls, cut: Cut) -> AudioSegment | None:
         """Return the segment that a lhotse cut is; None if only lhotse can read its audio.
 
-        That is so of in-memory and remote recordings, mixed cuts, recordings with transforms, and
-        channels that the recording lacks.
+        That is so of in-memory and remote recordings, mixed cuts, channels that the recording
+        lacks, and recordings with transforms, but for resampling that keeps what is read.
         """
         from lhotse.cut.data import DataCut
 
-        if not isinstance(cut, DataCut) or cut.recording is None or cut.recording.transforms:
+        if not isinstance(cut, DataCut) or cut.recording is None:
+            return None
+        if not all(map(_keeps_speech, cut.recording.transforms or ())):
             return None
         sources = cut.recording.sources
         if len(sources) != 1 or sources[0].type not in ("file", "shar"):
@@ -142,6 +144,12 @@ class AudioSegment:
         if not all(channel in existing for channel in requested):
             return None
         return cls(path, cut.start, cut.duration, tuple(map(existing.index, requested)))
+
+
+def _keeps_speech(transform: Any) -> bool:
+    """Return whether a transform of lhotse is one to a rate of at least the one that is read."""
+    rate = getattr(transform, "target_sampling_rate", 0)
+    return type(transform).__name__ == "Resample" and rate >= SAMPLE_RATE
 
 
 def load_audio(

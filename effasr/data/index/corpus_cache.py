@@ -43,7 +43,7 @@ from effasr.data.tokenizer import Tokenizer
 # for each column its dtype, byte offset and length, and a CRC-32 of the columns and of all that
 # follows. Columns begin at multiples of `_ALIGNMENT`. It is mapped, so that processes share its
 # memory; safetensors would copy the columns, and has no checksum.
-_FORMAT = "effasr columns 2"
+_FORMAT = "effasr columns 3"
 _HEADER = 16_384
 _ALIGNMENT = 4_096
 _BLOCK = 2**24  # bytes that are written or checked at a time

@@ -17,7 +17,7 @@ from lhotse.utils import fastcopy
 
 from effasr.data.audio.cut_sources import recordings
 from effasr.data.audio.waveform import AudioSegment
-from effasr.data.manifest.row import READ, ManifestRow, absolute
+from effasr.data.manifest.row import READ, ManifestRow, absolute, spaced
 from effasr.data.manifest.times import shifted, with_times
 from effasr.data.manifest.utterance import CutUtterance, LineFormat, ReadOptions, custom_fields
 from effasr.data.prompt import Prompt
@@ -264,7 +264,7 @@ def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> set[str]:
     fields = ManifestRow(values, row.path, row.line, row.origin)
     prompt = fields.prompt(default)
     supervision.language = prompt.source
-    supervision.text, alignment = with_times(row, supervision.text.strip())
+    supervision.text, alignment = with_times(row, spaced(supervision.text))
     supervision.alignment = shifted(alignment, cut.start) or supervision.alignment
     stated = fields.stated()
     cut.custom = {**(cut.custom or {}), **custom_fields(prompt, stated)}

@@ -1,5 +1,6 @@
 """Folders of audio files with transcripts."""
 
+import html
 import logging
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 from pathlib import Path
 
 from effasr.data.manifest import nemo
@@ -31,7 +33,9 @@ _TIMES = re.compile(rf"{_TIME}\s*-->\s*{_TIME}")
 # Such as 00:00:01.5 -> 00:00:03: the beginning of a cue that cannot be read.
 _UNREADABLE = re.compile(r"\d+:[\d:.,\s]*-+>")
 _NO_CUES = ("WEBVTT", "NOTE", "STYLE", "REGION")  # paragraphs of WebVTT that are none
-_MARKUP = re.compile(r"<[^>]*>|\{\\[^}]*\}")
+_MARKUP = re.compile(r"</?[a-z\d][^<>]*>|\{\\[^}]*\}", re.IGNORECASE)
+_ENTITY = re.compile(r"&(?:#\d+|#x[\da-f]+|\w+);", re.IGNORECASE)
+_GAP_S = 0.1  # between cues that follow each other at once
 # Words of CTM that are closer, and no longer together, are one part.
 _PAUSE_S, _LONGEST_S = 0.6, 20.0
 
@@ -52,6 +56,32 @@ def read_subtitles(path: Path, recording: str) -> Iterator[Part | str]:
 
 
 def _cues(path: Path) -> Iterator[Part | str]:
+    """Yield cues; captions that roll up, as YouTube writes them, show each line several times."""
+    rows = list(_timed_lines(path))
+    cues = [row for row in rows if not isinstance(row, str)]
+    shown = [0, *starmap(_shown_before, pairwise(cues))]
+    repeats = sum(map(bool, shown))
+    is_rolling = repeats >= 3 and 2 * repeats > len(cues)  # else somebody says a thing twice
+    for row in rows:
+        if isinstance(row, str):
+            yield row
+            continue
+        lines = row[2][shown.pop(0) if is_rolling else 0 :]
+        if lines or not is_rolling:
+            yield _part(row[0], row[1], lines, path)
+
+
+_Cue = tuple[float, float, list[str]]
+
+
+def _shown_before(previous: _Cue, cue: _Cue) -> int:
+    """Return how many lines of a cue are the last ones of the cue that it follows at once."""
+    most = min(len(previous[2]), len(cue[2])) if abs(cue[0] - previous[1]) < _GAP_S else 0
+    return next((n for n in range(most, 0, -1) if previous[2][-n:] == cue[2][:n]), 0)
+
+
+def _timed_lines(path: Path) -> Iterator[_Cue | str]:
+    """Yield start, end and lines of each cue, or why a line is in none."""
     times: tuple[float, float] | None = None
     words: list[str] = []
     outside: list[tuple[int, str]] = []  # lines of a paragraph before its times
@@ -64,7 +94,7 @@ def _cues(path: Path) -> Iterator[Part | str]:
             if line and words and words[-1] == previous and previous.isdigit():
                 words.pop()
             if times is not None:
-                yield _part(*times, words, path)
+                yield *times, [text for word in words if (text := _plain(word))]
             elif not line and outside and not outside[0][1].startswith(_NO_CUES):
                 for at, text in [row for row in outside if not row[1].isdigit()][:1]:
                     yield f"{path}:{at}: has no times that can be read: {text[:60]!a}."
@@ -77,10 +107,15 @@ def _cues(path: Path) -> Iterator[Part | str]:
         previous = line
 
 
+def _plain(line: str) -> str:
+    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), _MARKUP.sub("", line))
+    return " ".join(text.split())
+
+
 def _part(
     start: float, end: float, words: list[str], path: Path, channel: int | None = None
 ) -> Part | str:
-    text = " ".join(_MARKUP.sub("", " ".join(words)).split())
+    text = " ".join(filter(None, words))
     if end <= start:
         return f"{path}: a cue must end after it begins, but is {start:g} to {end:g} s: {text!a}."
     try:
@@ -92,11 +127,12 @@ def _part(
 
 def _lines_with_blanks(path: Path) -> Iterator[tuple[int, str]]:
     before = 0
-    for number, line in numbered_lines(path, "surrogateescape"):
+    for number, line in numbered_lines(path, "surrogateescape", spaces=True):
         if number > before + 1:
             yield number, ""
-        yield number, line.strip()
         before = number
+        if line := line.strip():
+            yield number, line
 
 
 def _seconds(match: re.Match[str], group: int) -> float:
@@ -114,7 +150,7 @@ def _ctm(path: Path, recording: str) -> Iterator[Part | str]:
     channels: dict[str, list[tuple[float, float, str]]] = {}
     for number, fields in rows:
         try:
-            begin, duration, word = float(fields[2]), float(fields[3]), fields[4]
+            begin, duration, word = float(fields[2]), float(fields[3]), _MARKUP.sub("", fields[4])
             if not (0 <= begin < math.inf and 0 <= duration < math.inf):
                 raise ValueError("out of range")
         except (IndexError, ValueError):

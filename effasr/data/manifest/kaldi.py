@@ -49,7 +49,7 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
                 recording, offset, duration = _segment(name, segments[name], recordings)
             used.add(recording)
             audio = _audio(recording, recordings[recording], folder)
-            channel = _channel(*channels[recording], first) if recording in channels else None
+            channel = _channel(recording, channels, first) if channels else None
         except ValueError as error:
             rejected.append(RejectedRow(name, origin, str(error)))
             continue
@@ -117,21 +117,22 @@ def _audio(name: str, row: _Row, folder: Path) -> str:
     origin, value = row
     if not value:
         raise ValueError(f"{origin}: recording {name!r} has no path.")
-    if value.endswith("|") or value.startswith("|"):
+    is_command = value.endswith("|") or value.startswith("|")
+    if is_command or ".ark:" in value:
         raise ValueError(
-            f"{origin}: recording {name!r} is a command ({value!r}), and commands are not "
-            "run: write its output to a file (utils/data/... wav-copy) and name that file."
-        )
-    if ".ark:" in value:
-        raise ValueError(
-            f"{origin}: recording {name!r} lies in an archive ({value!r}), and archives are "
-            "not read: extract it with wav-copy and name the file."
+            f"{origin}: recording {name!r} is {'a command' if is_command else 'in an archive'}, "
+            f"{value!r}, which is not {'run' if is_command else 'read'}: beside wav.scp run `awk "
+            "'{print $1, $1 \".wav\"}' wav.scp > files.scp; wav-copy scp:wav.scp "
+            "scp:files.scp` (Kaldi's), and rename files.scp to wav.scp."
         )
     return absolute(value, folder)
 
 
-def _channel(origin: str, value: str, first: int) -> int:
+def _channel(recording: str, rows: dict[str, _Row], first: int) -> int:
     """Return the channel of a recording, from 0: A, B or numbers."""
+    if recording not in rows:
+        raise ValueError(f"recording {recording!r} has no line in reco2file_and_channel: add it.")
+    origin, value = rows[recording]
     channel = (value.split() or [""])[-1].upper()
     number = {"A": 0, "B": 1}.get(channel, int(channel) - first if channel.isdecimal() else -1)
     if number < 0:

@@ -32,8 +32,12 @@ _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
-def numbered_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
+def numbered_lines(
+    path: Path, errors: str = "strict", *, spaces: bool = False
+) -> Iterator[tuple[int, str]]:
     """Yield the lines of a text file with their numbers, blank ones left out, endings kept.
+
+    With ``spaces`` only empty lines are left out.
 
     It is UTF-8, or UTF-16 with its mark, and gzipped if its name ends in ``.gz``. With the
     ``errors`` "surrogateescape", a line that is neither is yielded, too: see `check_text`.
@@ -43,7 +47,7 @@ def numbered_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, st
         with _opened(path) as file:
             for number, line in enumerate(_bounded(file, path), 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8", errors)
-                if text.strip():
+                if text.strip("\r\n" if spaces else None):
                     yield number, text
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}:{number}: {_not_utf8(error.object[error.start])}") from error

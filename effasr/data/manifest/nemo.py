@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from effasr.data.audio.embedded import Embedded
-from effasr.data.manifest.row import AUDIO, END, IDS, READ, SPEAKER, START, TEXT, ManifestRow
+from effasr.data.manifest.row import AUDIO, END, IDS, SPEAKER, START, TEXT, ManifestRow, unread
 from effasr.data.manifest.times import with_times
 from effasr.data.manifest.utterance import FileUtterance, LineFormat, ReadOptions
 
@@ -58,7 +58,7 @@ def parse_whole(
     """
     if options.unread is not None:
         times = (name for name in (*START, *END) if row.values.get(name) is not None)
-        options.unread.update({*(row.values.keys() - READ), *times} - {text_name})
+        options.unread.update({*unread(row.values, text_name), *times})
     values = {key: row.values[key] for key in row.values.keys() - {*AUDIO, *START, *END, *TEXT}}
     text = row.values.get(text_name)
     if text_name in row.values:
@@ -83,7 +83,7 @@ def text_of_several(row: ManifestRow, options: ReadOptions, others: Sequence[str
 
 def _parse_line(row: ManifestRow, options: ReadOptions) -> FileUtterance:
     if options.unread is not None:
-        options.unread.update(row.values.keys() - READ)
+        options.unread.update(unread(row.values, options.text_column or row.first(TEXT)))
     return parse(row, options)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effasr.data.manifest.lines import first_fields, numbered_lines
-from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.row import ManifestRow, spaced
 from effasr.data.prompt import Prompt
 
 SOURCE_TEXT = "source_text"  # the field that makes a line a text-only one
@@ -53,8 +53,8 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
         yield TextPair(
             id=row.optional_string("id") or f"{path.name}:{number}",
             origin=row.origin,
-            source=row.string(SOURCE_TEXT).strip(),
-            text=row.string("target_text" if has_target else "text").strip(),
+            source=spaced(row.string(SOURCE_TEXT)),
+            text=spaced(row.string("target_text" if has_target else "text")),
             prompt=row.prompt(Prompt()),
             source_name=row.optional_string(SOURCE_NAME),
         )

@@ -416,7 +416,22 @@ class _Audio:
         if self._converts:
             utterance = self._converted(utterance)
         cut = utterance.cut(name, self._header)
+        if isinstance(utterance, CutUtterance):
+            self._check_recording(cut)
         return cut if self._channel is None else self._with_channel(cut)
+
+    def _check_recording(self, cut: Cut) -> None:
+        """Check that a file is as long as its cut says: else the times may be those of another."""
+        part = AudioSegment.of(cut)
+        if part is None:
+            return
+        header, stated = self._header(part.path), cut.recording.duration  # type: ignore[union-attr]
+        if abs(header.duration - stated) > header.tolerance:
+            raise AudioError(
+                AudioProblem.DURATION,
+                f"{part.path}: `recording.duration` is {stated:g} s, but the file holds "
+                f"{header.duration:g} s: read it again by `lhotse.Recording.from_file`.",
+            )
 
     def check(self, cut: Cut, part: AudioSegment | None) -> float:
         """Decode a cut, check its content, and return the seconds of its longer silent end."""

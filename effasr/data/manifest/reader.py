@@ -84,14 +84,11 @@ def iterate(
         text_column=text_column,
     )
     for name, utterance in utterances:
-        if isinstance(utterance, RejectedRow):
-            raise ValueError(utterance.reason)
         try:
             yield utterance.cut(name)
         except AudioError as error:
-            raise ValueError(
-                f"{utterance.origin}: {error} `effasr prepare` leaves such lines out."
-            ) from error
+            origin = "" if isinstance(utterance, RejectedRow) else f"{utterance.origin}: "
+            raise ValueError(f"{origin}{error} `effasr prepare` leaves such lines out.") from error
 
 
 def named(

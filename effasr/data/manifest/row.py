@@ -3,11 +3,12 @@
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from effasr.data.audio.audio_file import DURATION_TOLERANCE
 from effasr.data.manifest.lines import parse_object
 from effasr.data.prompt import Prompt, Task
 from effasr.untrusted.remote import is_url, local_path
@@ -57,6 +58,16 @@ READ = frozenset(
         *(*WORDS, *SEGMENTS, "source_lang", "target_lang", "task", "taskname"),
     )
 )
+
+
+def spaced(text: str) -> str:
+    """Return a text with one space between words: tokenizers spell no tab or no-break space."""
+    return " ".join(text.split())
+
+
+def unread(names: Collection[str], text: str) -> set[str]:
+    """Return those of a row's fields that have no use, where its text is read from ``text``."""
+    return {name for name in names if name not in READ or name in TEXT} - {text, ""}
 
 
 class RowError(ValueError):
@@ -136,18 +147,36 @@ class ManifestRow:
         return value
 
     def span(self) -> tuple[float | None, float | None]:
-        """Return offset and duration in seconds, where the row has them."""
-        start = self.seconds(self.first(START), zero=True)
-        end_field = self.first(END)
-        end = self.seconds(end_field, zero=True)
-        if end is not None and start is None and self.values.get("duration") in (None, ""):
+        """Return offset and duration in seconds, where the row has them; they must agree."""
+        start, end, end_field = self._agreed(START), self._agreed(END), self.first(END)
+        duration = self.seconds("duration")
+        if end is None or (start is None and duration is not None):
+            return start, duration
+        if start is None:
             raise self.error(f"`{end_field}` needs `offset` or `start` beside it.", end_field)
-        if end is None or self.values.get("duration") not in (None, ""):
-            return start, self.seconds("duration")
-        assert start is not None
         if end <= start:
             raise self.error(f"`{end_field}` must be after the start, but is {end:g}.", end_field)
-        return start, end - start
+        if duration is not None and abs(end - start - duration) > DURATION_TOLERANCE:
+            raise self.error(
+                f"`duration` is {duration:g} s, but `{end_field}` is {end - start:g} s after "
+                f"`{self.first(START)}`: remove the field that is wrong.",
+                "duration",
+            )
+        return start, end - start if duration is None else duration
+
+    def _agreed(self, names: tuple[str, ...]) -> float | None:
+        """Return a time that may be in several fields."""
+        field = self.first(names)
+        time = self.seconds(field, zero=True)
+        for other in names:
+            again = self.seconds(other, zero=True)
+            if time is not None and again is not None and abs(again - time) > DURATION_TOLERANCE:
+                raise self.error(
+                    f"`{field}` is {time:g} s, but `{other}` {again:g} s: remove the field that is "
+                    "wrong.",
+                    field,
+                )
+        return time
 
     def transcript(self, name: str, *, untranscribed: bool = False) -> str:
         """Return a text, stripped. Null is an empty text, which filters drop."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from effasr.data.manifest import nemo
 from effasr.data.manifest.folder import with_others
 from effasr.data.manifest.lines import check_text, has_suffix, numbered_lines
-from effasr.data.manifest.row import AUDIO, READ, TEXT, ManifestRow
+from effasr.data.manifest.row import AUDIO, READ, TEXT, ManifestRow, unread
 from effasr.data.manifest.utterance import FolderFormat, ReadOptions, RejectedRow, Utterance
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def _read(path: Path, options: ReadOptions) -> Iterator[Utterance]:
 
 def _utterances(file: Path, options: ReadOptions) -> Iterator[Utterance]:
     folders = [file.parent, file.parent / "clips", file.parent / "wavs"]
-    for row in rows(file):
+    for row in rows(file, options.text_column):
         if isinstance(row, RejectedRow):
             yield row
             continue
@@ -92,7 +92,7 @@ def _locate(name: str, path: str, folders: Sequence[Path]) -> str:
     return path
 
 
-def rows(path: Path) -> Iterator[ManifestRow | RejectedRow]:
+def rows(path: Path, text_column: str | None = None) -> Iterator[ManifestRow | RejectedRow]:
     """Yield the rows of a table, each under the names of its header."""
     lines = numbered_lines(path, "surrogateescape")
     number, header = next(lines, (0, ""))
@@ -104,9 +104,11 @@ def rows(path: Path) -> Iterator[ManifestRow | RejectedRow]:
         names, pending = ["file_name", "text"], [(number, header)]
         if header.count(delimiter) == 2:
             names = list(_LJ_SPEECH)
-    unknown = [name for name in names if name and name not in READ | _IGNORED]
+    text = text_column or next((name for name in TEXT if name in names), "")
+    unknown = unread(names, text) - _IGNORED
     if unknown:
-        log.warning("%s: columns that are not read: %s.", path, ", ".join(map(repr, unknown)))
+        listed = ", ".join(repr(name) for name in names if name in unknown)
+        log.warning("%s: columns that are not read: %s.", path, listed)
     for number, fields in _split(pending, lines, delimiter, len(names)):
         origin = f"{path}:{number}"
         try:

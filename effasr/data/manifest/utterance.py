@@ -19,7 +19,7 @@ from effasr.data.audio.waveform import (
     AudioProblem,
     read_header,
 )
-from effasr.data.manifest.row import ManifestRow
+from effasr.data.manifest.row import ManifestRow, spaced
 from effasr.data.manifest.times import Alignment, shifted
 from effasr.data.prompt import Prompt
 
@@ -74,7 +74,7 @@ class FileUtterance:
             start=0.0,
             duration=duration,
             channel=channel,
-            text=self.text,
+            text=spaced(self.text),
             language=self.prompt.source,
             speaker=self.speaker,
             alignment=shifted(self.alignment, start),

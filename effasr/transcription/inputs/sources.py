@@ -35,6 +35,11 @@ class Source:
     prompt: Prompt | None = None  # requested by its manifest
     problem: str | None = None  # why there is nothing to transcribe
 
+    def fields(self) -> dict[str, int]:
+        """Return what a line of a manifest needs in addition, to name the same audio."""
+        is_one = self.channels is not None and len(self.channels) == 1
+        return {"channel": self.channels[0]} if self.channels is not None and is_one else {}
+
 
 def find(arguments: Iterable[str]) -> list[Source]:
     """Return the recordings of files, folders and patterns, as given on a command line.
@@ -134,17 +139,18 @@ def _split(pattern: str) -> tuple[str, str]:
 
 def source_of(name: str, utterance: object) -> Source:
     from effasr.data.manifest.cuts import prompt_of
-    from effasr.data.manifest.utterance import FileUtterance
+    from effasr.data.manifest.utterance import FileUtterance, existing
 
     file = _file_name(name)
     if isinstance(utterance, FileUtterance) and utterance.embedded is None:
         return Source(
             name,
             file,
-            utterance.audio,
+            existing(utterance.audio),
             offset=utterance.offset or 0.0,
             # If there is no `offset`, `duration` is the rounded length of the file.
             duration=None if utterance.offset is None else utterance.duration,
+            channels=None if utterance.channel is None else (utterance.channel,),
             prompt=utterance.prompt,
         )
     try:

@@ -15,7 +15,7 @@ from effasr_kernels.attention import AttentionArguments
 from effasr_kernels.attention.context import Context
 from effasr_kernels.runtime.cuda import CudaLaunch, launch
 from effasr_kernels.runtime.dispatch import Gradients, Tensors
-from effasr_kernels.runtime.launch import ceil_div
+from effasr_kernels.runtime.launch import capability, ceil_div
 from effasr_kernels.runtime.tiles import empty_tile_table, tile_programs, tile_table
 from effasr_kernels.shared.dropout import seed_tensor
 from effasr_kernels.shared.joined import empty_gradients
@@ -78,6 +78,10 @@ def unsupported_reason(a: AttentionArguments) -> str | None:
         return f"needs a head width of 64 or 128, not {width}"
     if not a.scale > 0:
         return f"needs a positive scale, not {a.scale}"
+    major, minor = capability(a.q.device)
+    # A block has 99 kB of shared memory there, and the backward needs 109.
+    if (major, minor) in ((8, 6), (8, 9)) or major >= 12:
+        return f"its backward needs more shared memory than a GPU of capability {major}.{minor} has"
     return None
 
 
@@ -115,7 +119,7 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
     # Sequences of one chunk are finished where their pairs are.
     biases = wide(splits + (tiles_q if chunks > 1 else 0), 2, heads, width)
     tensors = {
-        **{"out": results[0], "lse": lse, "grad_out": grads[0]},
+        **{"out": results[0], "lse": lse, "grad_out": _aligned(grads[0])},
         **{"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v, "grad_biases": biases},
         "grad_table": table.new_empty(table.shape),
         **{"norms": wide(chunks, heads, rows, 2), "grad_q_parts": wide(chunks, *a.q.shape)},
@@ -123,7 +127,7 @@ def backward(a: AttentionArguments, grads: Tensors, results: Tensors, saved: Ten
         "extents": torch.empty(splits, 2, dtype=torch.int32, device=a.q.device),
     }
     call = _Call(a, tensors, splits=splits, blocks=blocks)
-    is_same = a.layout_k.cu_seqlens is a.layout_q.cu_seqlens
+    is_same = a.layout_k.cu_seqlens is a.layout_q.cu_seqlens and a.k.shape[0] == rows
     by_key = by_query if is_same else tile_table(a.layout_k, _BLOCK)
     call.launch("backward_pairs", splits, 7, tiles=by_key)
     if not splits:
@@ -146,9 +150,9 @@ class _Call:
         assert position is not None
         self._arguments = a
         matrices = (_aligned(x) for x in (a.q, a.k, a.v, position.table))
+        biases = position.content_bias.contiguous(), position.position_bias.contiguous()
         self._tensors = dict(zip(_MATRICES, matrices, strict=True)) | {
-            "content_bias": position.content_bias.contiguous(),
-            "position_bias": position.position_bias.contiguous(),
+            **dict(zip(_BIASES, map(_aligned, biases), strict=True)),
             "cu_seqlens_q": a.layout_q.cu_seqlens,
             "cu_seqlens_k": a.layout_k.cu_seqlens,
             **({"seed": seed_tensor(a.seed, a.q.device)} if a.dropout else {}),

@@ -7,6 +7,9 @@ from effasr_kernels.runtime.checks import check_labels
 from effasr_kernels.shared.cpu.linear import linear
 from effasr_kernels.shared.ragged import split_rows, widen, zeroed
 
+_NOTHING = -1e30
+"""The logarithm of no probability."""
+
 
 def run(a: CtcArguments) -> Tensor:
     labels = a.targets[: a.layout_targets.total]
@@ -16,7 +19,8 @@ def run(a: CtcArguments) -> Tensor:
     bias = None if a.bias is None else widen(a.bias)
     log_probs = linear(hidden, widen(a.weight), bias).log_softmax(-1)
     # In float32 the error of the occupancies grows with the frames and exceeds 1 % at a thousand.
-    frames = log_probs.double().split([t for t in a.layout_frames.lengths if t])
+    # The gradient of a class without probability would be the difference of two infinities.
+    frames = log_probs.double().clamp(min=_NOTHING).split([t for t in a.layout_frames.lengths if t])
     transcripts = split_rows(a.targets.long(), a.layout_targets)
     pairs = list(zip(a.layout_frames.lengths, transcripts, strict=True))
     of_none = [torch.inf if len(labels) else 0.0 for _, labels in pairs]
@@ -28,7 +32,8 @@ def run(a: CtcArguments) -> Tensor:
         _loss(x, pairs[n][1], a.blank_id) for x, n in zip(frames, filled, strict=True)
     ]
     index = torch.tensor(filled, device=hidden.device)
-    return losses.index_copy(0, index, torch.stack(losses_of_filled).to(hidden.dtype))
+    losses = losses.index_copy(0, index, torch.stack(losses_of_filled).to(hidden.dtype))
+    return losses + zeroed(hidden).sum()
 
 
 def _loss(log_probs: Tensor, labels: Tensor, blank_id: int) -> Tensor:
@@ -44,4 +49,6 @@ def _loss(log_probs: Tensor, labels: Tensor, blank_id: int) -> Tensor:
         reduction="sum",
         zero_infinity=True,
     )
-    return loss.masked_fill(infeasible, torch.inf)
+    if infeasible or loss > -0.5 * _NOTHING:
+        return loss.new_full((), torch.inf)
+    return loss
