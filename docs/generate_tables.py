@@ -339,6 +339,28 @@ def second_pass() -> str:
     return markdown(["word errors, %", "attention decoder", "CTC"], lines)
 
 
+def causal_second_pass() -> str:
+    """Word errors of CTC and attention after a choice by language models, by size and vocabulary."""
+    keys = ("corpus", "method", "input", "rescoring", "layers", "width", "vocabulary", "positions")
+    shown = {"none": "the search as it is", "tuned": "tuned shares of CTC and lengths"}
+    shown["n-gram"] = "n-grams over words"
+    lines = []
+    for key, group in grouped(read("causal_second_pass", *keys, "seed"), *keys).items():
+        corpus, method, recording, rescoring, layers, width, vocabulary, positions = key
+        units = "characters" if vocabulary == "0" else f"{vocabulary} pieces"
+        causal = f"causal, {layers} x {width}, {units}, {positions} positions"
+        errors = [[float(row[name]) for row in group] for name in ("wer", "cer")]
+        errors = [over_seeds(x, 2) if len(x) > 1 else f"{x[0]:.2f}" for x in errors]
+        lines.append(
+            [
+                f"{corpus}, {recording or 'utterances'}, {method}",
+                shown.get(rescoring, causal),
+                *errors,
+            ]
+        )
+    return markdown(["speech, search", "second pass", "WER %", "CER %"], lines, texts=2)
+
+
 def speech_llm() -> str:
     """What systems of the speech language model's study reach."""
     titles = ["trained on", "updates", "core s", "transcribing, WER %", "translating, WER %"]
@@ -683,6 +705,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for table in (
         *(training, padding, what_if, loading, ladder, whisper, decoder_depth, inference),
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
+        causal_second_pass,
         *(compiled_counts, small_data, optimizers, large_batches, hosts, subsampling),
         *(other_language, whisper_finetuning, mixed_batches, attention_counts, forgetting),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),

@@ -104,6 +104,9 @@ def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_to
          ["fewer than 1.8 encoder frames", "encoder.subsampling=4", "larger vocabulary"], "warmup"),
         (SHORT, False, [(4.0, 50, 2000, 3)], [True], ["larger vocabulary"], "subsampling"),
         (LONG, True, [(4.0, 50, 2000, 3)], [True], ["optimizer.lr", "after_ctc=0.7"], "vocabulary"),
+        (replace(LONG, pieces=128), True, [(4.0, 50, 2000, 3)], [True],
+         ["with fewer pieces", "--vocab-size 40"], "larger"),
+        (replace(LONG, pieces=62), True, [(4.0, 50, 2000, 3)], [True], ["optimizer.lr"], "pieces"),
         # With enough frames it has more steps.
         (LONG, True, [(4.0, 50, 99, 30)], [False], [], ""),
         (LONG, True, [(4.0, 50, 1000, 1)], [False], [], ""),

@@ -70,6 +70,8 @@ class CTCBaseline:
     entropy: float
     # Median over the utterances.
     frames_per_token: float
+    # Different tokens.
+    pieces: int = 0
 
     @classmethod
     def from_transcripts(cls, transcripts: Iterable[tuple[int, np.ndarray]]) -> CTCBaseline | None:
@@ -86,7 +88,8 @@ class CTCBaseline:
         placements = sum(_log_placements(t, u, emitted) for t, u in lengths)
         # The loss is divided by the targets of the decoder, of which the end token is one.
         loss = (entropy * tokens.sum() - placements) / (tokens + 1).sum()
-        return cls(float(loss), entropy, float(np.median(frames / tokens)))
+        median = float(np.median(frames / tokens))
+        return cls(float(loss), entropy, median, int((counts > 0).sum()))
 
 
 def _log_placements(frames: int, tokens: int, emitted: float) -> float:
@@ -123,6 +126,9 @@ class CTCPlateau(Detector):
 
     ENOUGH_FRAMES = 2.5
     """Median number of encoder frames per token below which CTC learns late or never."""
+
+    FEW_PIECES = 40
+    """Pieces, little more than characters, with which CTC begins to align soonest."""
 
     LEAST_STEPS = 10
     """Steps before which nothing is said: an epoch of a small corpus may be one step."""
@@ -169,6 +175,11 @@ class CTCPlateau(Detector):
         if not is_short:
             late = "let masks begin later (model.spec_augment.after_ctc=0.7); "
             first = late if self.masks_early else ""
+            # 40 pieces have two thirds of the frames a token that 128 have.
+            many, frames = 2 * self.FEW_PIECES, 1.6 * self.ENOUGH_FRAMES
+            if self.baseline.pieces > many and self.baseline.frames_per_token >= frames:
+                fewer = f"effasr tokenizer DATA OUT --vocab-size {self.FEW_PIECES}"
+                first += f"begin anew with fewer pieces ({fewer}); "
             return (
                 f"{first}lower optimizer.lr, such as to 6e-4 with 20 s of audio a step; start "
                 "from a trained model (init_from); check that the texts belong to the audio."
