@@ -340,7 +340,7 @@ def second_pass() -> str:
 
 
 def causal_second_pass() -> str:
-    """Word errors of CTC and attention after a choice by language models, by size and vocabulary."""
+    """Word errors after a choice by language models, by their size and vocabulary."""
     keys = ("corpus", "method", "input", "rescoring", "layers", "width", "vocabulary", "positions")
     shown = {"none": "the search as it is", "tuned": "tuned shares of CTC and lengths"}
     shown["n-gram"] = "n-grams over words"
