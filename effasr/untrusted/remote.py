@@ -410,7 +410,9 @@ def retried(url: str, work: Callable[[], T]) -> T:
         except Exception as error:  # every store raises other kinds
             reason = " ".join((str(error) or type(error).__name__).split())[:300]
             reason = re.sub(r"\?\S*", "?...", reason)
-            if _is_refusal(error):
+            status = getattr(error, "status", None)
+            name = type(error).__name__
+            if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in name:
                 raise PermissionError(
                     errno.EACCES,
                     f"{url}: access was refused ({reason}): renew or set the credentials, such as "
@@ -446,12 +448,6 @@ def _is_distrusted(error: BaseException | None) -> bool:
     while error is not None and "certificate_verify_failed" not in str(error).casefold():
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def _is_refusal(error: Exception) -> bool:
-    status = getattr(error, "status", None)
-    name = type(error).__name__
-    return isinstance(error, PermissionError) or status in (401, 403) or "Credential" in name
 
 
 def _is_transient(error: Exception) -> bool:

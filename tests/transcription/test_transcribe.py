@@ -303,7 +303,7 @@ def test_lines_of_text_and_of_json(model, tokenizer, waveforms) -> None:
 
 def test_what_repeats_itself_is_decoded_again(model, tokenizer, waveforms) -> None:
     plain = list(transcribe(model, tokenizer, waveforms, config=DecodingConfig(fallback=False)))
-    cut = [result.truncated or repeats(_tokens(result, tokenizer)) for result in plain]
+    cut = [result.truncated or repeats(tokenizer.encode(result.text, "en")) for result in plain]
     assert True in cut
     assert False in cut
     by_ctc = _texts(model, tokenizer, waveforms, method="ctc")
@@ -372,10 +372,6 @@ def _texts_of(model, tokenizer, waveforms, prompt, config) -> list[str]:
         result.text
         for result in transcribe(model, tokenizer, waveforms, prompt=prompt, config=config)
     ]
-
-
-def _tokens(result, tokenizer) -> list[int]:
-    return tokenizer.encode(result.text, "en")
 
 
 def test_repeated_sequences() -> None:

@@ -79,7 +79,16 @@ class LhotsePlanner:
             )
             self.buckets = self._table.assign(lengths)
         elif strategy != "random":
-            self._edges = _estimated_edges(lengths.frames, options.buckets)
+            # At least one bucket limit, as lhotse estimates them.
+            frames = lengths.frames
+            rule = f"be at most the number of utterances, {len(frames)}"
+            check(options.buckets <= len(frames), "buckets", rule, options.buckets)
+            count = min(len(frames), max(_ESTIMATED_FROM, options.buckets))
+            places = np.linspace(0, len(frames) - 1, count).astype(np.int64)
+            sample = _Stream(places, np.sort(frames))
+            # Equally long utterances give equal limits with nothing in between.
+            edges = {float(edge) for edge in estimate_duration_buckets(sample, options.buckets)}  # type: ignore[arg-type]
+            self._edges = sorted(edges) or [float(frames.max())]
             result = np.searchsorted(self._edges, lengths.frames, side="left")
             self.buckets = result.astype(np.int32)
         else:
@@ -216,18 +225,6 @@ def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
         return shape
     tokens = max(1, shape.token_budget * frames // shape.frame_budget)
     return StaticShape(frames, tokens, shape.max_sequences, framing=shape.framing)
-
-
-def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:
-    """Return at least one bucket limit, as lhotse estimates them."""
-    rule = f"be at most the number of utterances, {len(frames)}"
-    check(num_buckets <= len(frames), "buckets", rule, num_buckets)
-    count = min(len(frames), max(_ESTIMATED_FROM, num_buckets))
-    places = np.linspace(0, len(frames) - 1, count).astype(np.int64)
-    sample = _Stream(places, np.sort(frames))
-    # Equally long utterances give equal limits with nothing in between.
-    edges = {float(edge) for edge in estimate_duration_buckets(sample, num_buckets)}  # type: ignore[arg-type]
-    return sorted(edges) or [float(frames.max())]
 
 
 def _padding(values: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> float:

@@ -41,7 +41,14 @@ class ChatTokenizer(HuggingFaceTokenizer):
         if self._template == _plain_template(folder):
             # The folder of a checkpoint has no configuration of the model from which it follows.
             self._files[TEMPLATE_FILE] = self._template.encode()
-        self._tokens = _special_tokens(folder)
+        self._tokens: dict[str, str] = {}
+        settings = _settings(folder)
+        for name in _TOKENS:
+            value = settings.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                self._tokens[name] = value
         self.sources = self.languages = ()
         stops = [self._id_of(self._tokens["eos_token"])] if "eos_token" in self._tokens else []
         stops += _stops_of_generation(folder, self.vocab_size)
@@ -135,18 +142,6 @@ def _plain_template(folder: Path) -> str | None:
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS_FILE
     return read_json_object(path) if path.is_file() else {}
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    result: dict[str, str] = {}
-    settings = _settings(folder)
-    for name in _TOKENS:
-        value = settings.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            result[name] = value
-    return result
 
 
 def _stops_of_generation(folder: Path, vocab_size: int) -> list[int]:

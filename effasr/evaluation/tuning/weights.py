@@ -10,7 +10,7 @@ import numpy as np
 from effasr.decoding.config import CORRECTOR_MARGIN, LM_WEIGHT, DecodingConfig
 from effasr.evaluation.bootstrap import Counts, chance_of_best, probability_of_improvement
 from effasr.model.asr import ASRModel
-from effasr.transcription.results import Alternative, Segment, Transcription
+from effasr.transcription.results import Segment, Transcription
 
 _CORRECTED, _RECOGNIZED = -1, -2  # choices between the text of a corrector and that of the search
 
@@ -109,7 +109,16 @@ class NBestLists:
         # A corrector replaces the text that the weights have chosen: these stay.
         for row, alternatives in enumerate([] if self._gains is not None else lists):
             for column, alternative in enumerate(alternatives):
-                for name, value in _row(alternative).items():
+                parts = alternative.parts
+                assert parts is not None
+                for name, value in {
+                    "model": parts.model,
+                    "ctc": parts.ctc or 0.0,
+                    "lm": parts.lm or 0.0,
+                    "symbols": parts.symbols,
+                    "second": alternative.lm_score or 0.0,
+                    "words": len(alternative.text.split()),
+                }.items():
                     self._parts[name][row, column] = value
                 self._missing[row, column] = False
                 ranks[row, column] = alternative.rank
@@ -194,19 +203,6 @@ def _text(segment: Segment, choice: int) -> str:
     if correction is None:
         return segment.text
     return correction.written if choice == _CORRECTED else correction.recognized
-
-
-def _row(alternative: Alternative) -> dict[str, float]:
-    parts = alternative.parts
-    assert parts is not None
-    return {
-        "model": parts.model,
-        "ctc": parts.ctc or 0.0,
-        "lm": parts.lm or 0.0,
-        "symbols": parts.symbols,
-        "second": alternative.lm_score or 0.0,
-        "words": len(alternative.text.split()),
-    }
 
 
 def _times(weight: float, values: np.ndarray) -> np.ndarray | float:

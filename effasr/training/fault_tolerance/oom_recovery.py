@@ -214,18 +214,11 @@ class OOMRecovery:
             )
         self._grad_sync.discard()
         work = [[outcome.piece for outcome in pieces] for pieces in self._done]
-        self._recompute([*work, list(piece.halves(result.reason))], exchanging=exchanging)
-
-    def _recompute(self, work: Sequence[Sequence[Piece]], *, exchanging: bool) -> None:
-        """Compute the pieces of all micro-batches so far, and split those that do not fit.
-
-        All micro-batches, because the failed backward has added a part of its gradient, which
-        cannot be subtracted; and without ``grad``, so that another failure does no harm.
-        """
+        # Compute the pieces of all micro-batches so far, and split those that do not fit.
         _restore(self._statistics, self.kept)
         sums: list[Tensor | None] = [None] * len(self._grad_sync.parameters)
         self._done = []
-        for pieces in work:
+        for pieces in [*work, list(piece.halves(result.reason))]:
             self._done.append(self._recompute_micro_batch(pieces, sums))
             self.splits += len(self._done[-1]) - len(pieces)
         self.splits += 1
@@ -249,7 +242,12 @@ class OOMRecovery:
                 waiting.extendleft(reversed(piece.halves(result.reason)))
                 continue
             gradients, parts, losses = result
-            _accumulate(sums, gradients)
+            for index, gradient in enumerate(gradients):
+                value = sums[index]
+                if value is None:
+                    sums[index] = gradient
+                elif gradient is not None:
+                    value += gradient
             done.append(Outcome(piece, parts, losses))
             seen.append([statistic.clone() for statistic in self._statistics])
         if len(done) > 1:
@@ -274,15 +272,6 @@ def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tenso
             used.add(gradient.data_ptr())
         local.append(gradient)
     return local
-
-
-def _accumulate(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-    for index, gradient in enumerate(gradients):
-        value = sums[index]
-        if value is None:
-            sums[index] = gradient
-        elif gradient is not None:
-            value += gradient
 
 
 @torch.no_grad()
