@@ -50,11 +50,6 @@ class Part:
     channel: int | None = None  # from 0; None for all
 
 
-def read_subtitles(path: Path, recording: str) -> Iterator[Part | str]:
-    """Yield the parts of a file, or why a line is none."""
-    return _ctm(path, recording) if path.suffix.lower() == ".ctm" else _cues(path)
-
-
 def _cues(path: Path) -> Iterator[Part | str]:
     """Yield cues; captions that roll up, as YouTube writes them, show each line several times."""
     rows = list(_timed_lines(path))
@@ -368,7 +363,7 @@ def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utt
             yield FileUtterance(path.stem, False, origin, audio, words, prompt, stated=stated)
             return
         part = None
-        for part in read_subtitles(text, path.stem):
+        for part in _ctm(text, path.stem) if text.suffix.lower() == ".ctm" else _cues(text):
             if isinstance(part, str):
                 yield RejectedRow(path.stem, origin, part, audio)
                 continue
