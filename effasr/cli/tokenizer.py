@@ -47,7 +47,7 @@ def add(command: AddCommand) -> None:
     add_language(parser, default="en")
     parser.add_argument(
         "--vocab-size",
-        type=_size,
+        type=lambda text: text if text == "auto" else at_least(1)(text),
         metavar="N",
         help="pieces of each language, or of the shared model; auto, the default, chooses them by "
         f"the hours and frames per token of each language ({_SHARED_SIZE} with --shared)",
@@ -174,10 +174,6 @@ def _tokenizer_of(path: Path) -> Tokenizer:
 
     is_model = (path / checkpoint.DESCRIPTION).is_file() or (path / "checkpoints").is_dir()
     return checkpoint.read_tokenizer(checkpoint.resolve(path)) if is_model else load_tokenizer(path)
-
-
-def _size(text: str) -> int | str:
-    return text if text == "auto" else at_least(1)(text)
 
 
 def _report(survey: Survey, tokenizer: Tokenizer, subsampling: int | None, *, chosen: bool) -> None:

@@ -168,7 +168,7 @@ def _list(url: str, whole: bool, only: tuple[str, ...] = ("",), depth: int | Non
         if str(file.relative_to(folder)) not in names:
             file.unlink(missing_ok=True)
     fetched = [name for name in names if whole or Path(name).suffix.lower() in _TEXTS]
-    with _pool() as pool:
+    with ThreadPoolExecutor(_CONNECTIONS, "remote") as pool:
         list(pool.map(lambda name: ensure(folder / name, whole=whole), fetched))
 
 
@@ -362,12 +362,8 @@ def prefetch(parts: Iterable[tuple[str, int, int] | str]) -> None:
     paths = ((part, part if isinstance(part, str) else part[0]) for part in dict.fromkeys(parts))
     remote = [part for part, path in paths if path.startswith(root)]
     if remote:
-        with _pool() as pool:
+        with ThreadPoolExecutor(_CONNECTIONS, "remote") as pool:
             list(pool.map(load, remote))
-
-
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_CONNECTIONS, "remote")
 
 
 # Transfers, which are tried again.

@@ -46,7 +46,7 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
     tokens = _sequences(batch.tokens, begin, end)
     monotonic = batch.monotonic[begin:end]
     audio = _sequences(batch.audio, begin, end)
-    frames = _layout(batch.frames, begin, end)
+    frames = PackedLayout.from_lengths(batch.frames.lengths[begin:end])
     text = _sequences(batch.text, begin, end)
     return replace(
         batch,
@@ -72,17 +72,13 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
 
 def _sequences(packed: PackedSequence, begin: int, end: int) -> PackedSequence:
     values = _rows(packed.values, packed.layout, begin, end)
-    return PackedSequence(values, _layout(packed.layout, begin, end))
+    return PackedSequence(values, PackedLayout.from_lengths(packed.layout.lengths[begin:end]))
 
 
 def _rows(values: Tensor, layout: PackedLayout, begin: int, end: int) -> Tensor:
     offsets = layout.cu_seqlens_host
     # A copy, so that the whole tensor need not be kept for a part.
     return values[offsets[begin] : offsets[end]].clone(memory_format=torch.contiguous_format)
-
-
-def _layout(layout: PackedLayout, begin: int, end: int) -> PackedLayout:
-    return PackedLayout.from_lengths(layout.lengths[begin:end])
 
 
 # Recovery from out-of-memory errors: a micro-batch that does not fit is computed in pieces.

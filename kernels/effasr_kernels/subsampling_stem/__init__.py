@@ -26,10 +26,6 @@ class StemArguments:
     rows_per_slot: int = 8
 
 
-def _outputs(a: StemArguments) -> Tensor:
-    return a.x.new_empty(a.x.shape[0] // 4, a.x.shape[1] // 4, a.weight.shape[0])
-
-
 def _flops(a: StemArguments) -> int:
     rows, bins = a.rows_per_slot * sum(known_lengths(a.layout)), a.x.shape[1]
     channels = a.weight.shape[0]
@@ -53,7 +49,7 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "subsampling_stem",
     StemArguments,
-    outputs=_outputs,
+    outputs=lambda a: a.x.new_empty(a.x.shape[0] // 4, a.x.shape[1] // 4, a.weight.shape[0]),
     flops=_flops,
     # A frame has 4 rows of 8 columns after the first convolution, 2 rows of 4 after the second.
     examples=[Example("subsampling_stem", _example, 2 * 9 * CHANNELS * 40 * (4 * 8 + 2 * 4))],
