@@ -55,11 +55,22 @@ class ModelCard:
         fence = "```"
         while fence in self.configuration:
             fence += "`"
+        facts = [f"- {self.parameters / 1e6:.1f} M parameters, `{self.loader}`"]
+        if self.languages:
+            facts.append(f"- Languages: {', '.join(map(_text, self.languages))}")
+        if self.base or self.base_model:
+            facts.append(f"- Trained from: {_text(self.base_model or self.base)}")
+        if self.data:
+            facts.append(f"- Trained on: {', '.join(map(_text, self.data))}")
+        if self.steps is not None:
+            facts.append(f"- Updates: {self.steps}")
+        if self.averaged > 1:
+            facts.append(f"- Weights: the mean of the last {self.averaged} checkpoints")
         parts = [
             f"---\n{front}---\n\n{MARK}",
             f"# {_text(self.name)}",
             "A speech recognition model, trained with effasr.",
-            "\n".join(self._facts()),
+            "\n".join(facts),
             self._usage(),
             self._results(),
             f"## Configuration\n\n{fence}yaml\n{self.configuration.strip()}\n{fence}",
@@ -87,20 +98,6 @@ class ModelCard:
             front["metrics"] = list(dict.fromkeys(row["metrics"][0]["type"] for row in results))
             front["model-index"] = [{"name": self.name, "results": results}]
         return front
-
-    def _facts(self) -> list[str]:
-        facts = [f"- {self.parameters / 1e6:.1f} M parameters, `{self.loader}`"]
-        if self.languages:
-            facts.append(f"- Languages: {', '.join(map(_text, self.languages))}")
-        if self.base or self.base_model:
-            facts.append(f"- Trained from: {_text(self.base_model or self.base)}")
-        if self.data:
-            facts.append(f"- Trained on: {', '.join(map(_text, self.data))}")
-        if self.steps is not None:
-            facts.append(f"- Updates: {self.steps}")
-        if self.averaged > 1:
-            facts.append(f"- Weights: the mean of the last {self.averaged} checkpoints")
-        return facts
 
     def _usage(self) -> str:
         if self.usage:

@@ -188,7 +188,9 @@ def examine(file: BinaryIO, *, thorough: bool = True) -> Layout:
             if head.startswith(b"FORM") and head[8:12] in (b"AIFF", b"AIFC"):
                 return _aiff(data)
             if head.startswith(b".snd"):
-                return _au(data)
+                start, claimed = struct.unpack(">II", data.at(4, 8))
+                unknown = claimed == 0xFFFF_FFFF
+                return _claimed(data, start, claimed, unknown=unknown, to_end=((8, b"\xff" * 4),))
             if head.startswith(b"NIST_1A"):
                 return _sphere(data)
             if head.startswith(b"caff"):
@@ -376,12 +378,6 @@ def _aiff(data: Bytes) -> Layout:
             layout = _claimed(data, begin, claimed, unknown=length == 2**32 - 1, to_end=to_end)
             return _without_chunks(data, layout, start + length + length % 2)
     return Layout()
-
-
-def _au(data: Bytes) -> Layout:
-    start, claimed = struct.unpack(">II", data.at(4, 8))
-    unknown = claimed == 0xFFFF_FFFF
-    return _claimed(data, start, claimed, unknown=unknown, to_end=((8, b"\xff" * 4),))
 
 
 def _sphere(data: Bytes) -> Layout:

@@ -103,7 +103,31 @@ class LhotsePlanner:
         """Plan an epoch; see `effasr.data.sampling.plan.Planner`."""
         check(epoch >= 0, "epoch", "be at least 0", epoch)
         batches = [[item.index for item in batch] for batch in self._sampler(epoch)]
-        return self._joined(batches)
+        # Make the plan of lhotse's batches; batch i belongs to rank i modulo the world size.
+        steps = max(1, len(batches) // self._micro_batches)
+        selected = batches[: steps * self._micro_batches]
+        # An epoch without a full step keeps a partial one, which ends with empty micro-batches.
+        selected += [[]] * (steps * self._micro_batches - len(selected))
+        sizes = np.array([len(batch) for batch in selected], dtype=np.int64)
+        indices = np.array([index for batch in selected for index in batch], dtype=np.int32)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        planned = np.zeros(len(self._lengths), dtype=bool)
+        planned[indices] = True
+        padding = {"padding_frames": 0.0, "padding_tokens": 0.0}
+        if self._padded:
+            begins = offsets[:-1][sizes > 0]
+            sizes = sizes[sizes > 0]
+            padding = {
+                "padding_frames": _padding(self._lengths.frames[indices], begins, sizes),
+                "padding_tokens": _padding(self._lengths.tokens[indices], begins, sizes),
+            }
+        return EpochPlan(
+            micro_batches=self._micro_batches,
+            indices=indices,
+            offsets=offsets,
+            deferred=np.flatnonzero(~planned).astype(np.int32),
+            **padding,
+        )
 
     def _sampler(self, epoch: int) -> CutSampler:
         order = shuffled(len(self._lengths), self._seed, epoch)
@@ -138,33 +162,6 @@ class LhotsePlanner:
         )
         sampler.set_epoch(epoch)
         return sampler
-
-    def _joined(self, batches: list[list[int]]) -> EpochPlan:
-        """Make the plan of lhotse's batches; batch i belongs to rank i modulo the world size."""
-        steps = max(1, len(batches) // self._micro_batches)
-        selected = batches[: steps * self._micro_batches]
-        # An epoch without a full step keeps a partial one, which ends with empty micro-batches.
-        selected += [[]] * (steps * self._micro_batches - len(selected))
-        sizes = np.array([len(batch) for batch in selected], dtype=np.int64)
-        indices = np.array([index for batch in selected for index in batch], dtype=np.int32)
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        planned = np.zeros(len(self._lengths), dtype=bool)
-        planned[indices] = True
-        padding = {"padding_frames": 0.0, "padding_tokens": 0.0}
-        if self._padded:
-            begins = offsets[:-1][sizes > 0]
-            sizes = sizes[sizes > 0]
-            padding = {
-                "padding_frames": _padding(self._lengths.frames[indices], begins, sizes),
-                "padding_tokens": _padding(self._lengths.tokens[indices], begins, sizes),
-            }
-        return EpochPlan(
-            micro_batches=self._micro_batches,
-            indices=indices,
-            offsets=offsets,
-            deferred=np.flatnonzero(~planned).astype(np.int32),
-            **padding,
-        )
 
 
 @dataclass(frozen=True, slots=True)

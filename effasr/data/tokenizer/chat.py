@@ -52,7 +52,13 @@ class ChatTokenizer(HuggingFaceTokenizer):
         self.sources = self.languages = ()
         stops = [self._id_of(self._tokens["eos_token"])] if "eos_token" in self._tokens else []
         stops += _stops_of_generation(folder, self.vocab_size)
-        stops += self._turn_end()
+        # The special token that the template writes after a turn of the assistant.
+        word = "word"
+        turns = [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
+        _, result, after = self.render(turns).rpartition(word)
+        ids = self.encode(after.strip(), "") if result else []
+        specials = set(self.specials.values())
+        stops += ids[:1] if ids and ids[0] in specials else []
         if not stops:
             raise ValueError(
                 f"{folder}: a token must end a turn, but neither {SETTINGS_FILE} has `eos_token` "
@@ -90,15 +96,6 @@ class ChatTokenizer(HuggingFaceTokenizer):
                 f"but {token!r} is not: copy the folder again."
             )
         return self._vocabulary[token]
-
-    def _turn_end(self) -> list[int]:
-        """Return the special token that the template writes after a turn of the assistant."""
-        word = "word"
-        turns = [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
-        _, result, after = self.render(turns).rpartition(word)
-        ids = self.encode(after.strip(), "") if result else []
-        specials = set(self.specials.values())
-        return ids[:1] if ids and ids[0] in specials else []
 
 
 def has_template(folder: Path) -> bool:

@@ -198,7 +198,16 @@ def export_nemo(
     else:
         classes = len(tokens.ids)
         _put_labels(state, tokens, model.vocab_size)
-    _warn_about_losses(config, name)
+    exported = ("decoder",) if name == MULTITASK else ("transducer", "ctc")
+    warn_about_parts(config, exported, f"NeMo's {name}")
+    encoder, decoder = config.encoder, config.decoder
+    assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
+    dropped = []
+    if encoder.activation_dropout != encoder.residual_dropout:
+        dropped.append(f"encoder.activation_dropout = {encoder.activation_dropout}")
+    if decoder is not None and decoder.activation_dropout:
+        dropped.append(f"decoder.activation_dropout = {decoder.activation_dropout}")
+    warn_about_options(dropped)
     names = renames(hybrid=name == HYBRID)
     weights = export_weights(state, names, to_nemo_order) | _tables(config)
     if name == MULTITASK:
@@ -300,16 +309,3 @@ def _tables(config: ModelConfig) -> dict[str, Tensor]:
         name = "transf_decoder._embedding.position_embedding.pos_enc"
         tables[name] = position_table(config.decoder.max_positions, config.decoder.width)
     return tables
-
-
-def _warn_about_losses(config: ModelConfig, name: str) -> None:
-    exported = ("decoder",) if name == MULTITASK else ("transducer", "ctc")
-    warn_about_parts(config, exported, f"NeMo's {name}")
-    encoder, decoder = config.encoder, config.decoder
-    assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
-    dropped = []
-    if encoder.activation_dropout != encoder.residual_dropout:
-        dropped.append(f"encoder.activation_dropout = {encoder.activation_dropout}")
-    if decoder is not None and decoder.activation_dropout:
-        dropped.append(f"decoder.activation_dropout = {decoder.activation_dropout}")
-    warn_about_options(dropped)

@@ -74,15 +74,7 @@ class _Losses:
             if gradients:
                 if scales is not None:
                     dz *= torch.where(losses[n].isinf(), 0, scales[n])
-                # Add one sequence's part of the gradients of encoded, predicted, weight and bias.
-                of_encoded, of_predicted, of_weight, of_bias = gradients
-                dz_rows, h_rows = dz.flatten(0, 1), h.flatten(0, 1)
-                of_weight.addmm_(dz_rows.T, h_rows)
-                of_bias += dz_rows.sum(0)
-                da = (dz_rows @ weight).view_as(h)
-                da *= h > 0 if self.activation == "relu" else 1 - h.square()
-                of_encoded[f] = da.sum(1)
-                of_predicted[g] = da.sum(0)
+                _accumulate(gradients, f, g, dz, h, weight, self.activation)
         return losses
 
 
@@ -125,3 +117,23 @@ def _logit_gradient(
         of_durations *= took_duration.sum(-1, keepdim=True)
         of_durations -= took_duration
     return -total, dz, h
+
+
+def _accumulate(
+    gradients: tuple[Tensor, ...],
+    f: slice,
+    g: slice,
+    dz: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    activation: str,
+) -> None:
+    """Add one sequence's part of the gradients of encoded, predicted, weight and bias."""
+    of_encoded, of_predicted, of_weight, of_bias = gradients
+    dz_rows, h_rows = dz.flatten(0, 1), h.flatten(0, 1)
+    of_weight.addmm_(dz_rows.T, h_rows)
+    of_bias += dz_rows.sum(0)
+    da = (dz_rows @ weight).view_as(h)
+    da *= h > 0 if activation == "relu" else 1 - h.square()
+    of_encoded[f] = da.sum(1)
+    of_predicted[g] = da.sum(0)
