@@ -51,7 +51,23 @@ class ModelCard:
     author: str | None = None
 
     def text(self) -> str:
-        front = dump_yaml(self._front())
+        metadata: dict[str, Any] = {}
+        if self.license:
+            metadata["license"] = self.license
+        if self.languages:
+            metadata["language"] = list(self.languages)
+        if self.base_model:
+            metadata["base_model"] = self.base_model
+        metadata |= {
+            "library_name": self.library,
+            "pipeline_tag": "automatic-speech-recognition",
+            "tags": ["automatic-speech-recognition", "speech", "effasr"],
+        }
+        results = [row for item in self.tested for row in _metadata(item)]
+        if results:
+            metadata["metrics"] = list(dict.fromkeys(row["metrics"][0]["type"] for row in results))
+            metadata["model-index"] = [{"name": self.name, "results": results}]
+        front = dump_yaml(metadata)
         fence = "```"
         while fence in self.configuration:
             fence += "`"
@@ -79,25 +95,6 @@ class ModelCard:
             f"Author: {_text(self.author or '') or 'not stated (`effasr export --author`)'}.",
         ]
         return "\n\n".join(parts) + "\n"
-
-    def _front(self) -> dict[str, Any]:
-        front: dict[str, Any] = {}
-        if self.license:
-            front["license"] = self.license
-        if self.languages:
-            front["language"] = list(self.languages)
-        if self.base_model:
-            front["base_model"] = self.base_model
-        front |= {
-            "library_name": self.library,
-            "pipeline_tag": "automatic-speech-recognition",
-            "tags": ["automatic-speech-recognition", "speech", "effasr"],
-        }
-        results = [row for item in self.tested for row in _metadata(item)]
-        if results:
-            front["metrics"] = list(dict.fromkeys(row["metrics"][0]["type"] for row in results))
-            front["model-index"] = [{"name": self.name, "results": results}]
-        return front
 
     def _usage(self) -> str:
         if self.usage:

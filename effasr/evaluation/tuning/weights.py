@@ -225,26 +225,10 @@ def best_weights(
     result never makes more errors on these lists than ``start``.
     """
     before = lists.errors(start)
-    best = _descend(lists, start, grids, on_trial)
-    if chance_of_best(lists.word_errors(start), lists.tried()) > 1 - SURE:
-        return start
-    for name in grids:
-        reverted = replace(best, **{name: getattr(start, name)})
-        if not _is_better(lists.errors(reverted), lists.errors(best)):
-            best = reverted
-    return best if _is_better(before, lists.errors(best)) else start
-
-
-def _descend(
-    lists: NBestLists,
-    start: Weights,
-    grids: Mapping[str, Sequence[float]],
-    on_trial: Callable[[], None] | None,
-) -> Weights:
     values = {name: _by_distance(grid, getattr(start, name)) for name, grid in grids.items()}
     best, fewest = start, lists.word_errors(start).sum()
     for _ in range(_MOST_ROUNDS):
-        before = fewest
+        previous = fewest
         for group in list(combinations(values, 2)) or [tuple(values)]:
             for chosen in product(*(values[name] for name in group)):
                 tried = replace(best, **dict(zip(group, chosen, strict=True)))
@@ -253,9 +237,15 @@ def _descend(
                     best, fewest = tried, errors
                 if on_trial is not None:
                     on_trial()
-        if fewest == before:
+        if fewest == previous:
             break
-    return best
+    if chance_of_best(lists.word_errors(start), lists.tried()) > 1 - SURE:
+        return start
+    for name in grids:
+        reverted = replace(best, **{name: getattr(start, name)})
+        if not _is_better(lists.errors(reverted), lists.errors(best)):
+            best = reverted
+    return best if _is_better(before, lists.errors(best)) else start
 
 
 def _is_better(before: Sequence[Counts], after: Sequence[Counts]) -> bool:
