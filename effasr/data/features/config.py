@@ -85,8 +85,8 @@ class FeatureConfig:
                 if (value := getattr(self, name)) not in (only, None):
                     raise ValueError(
                         f"`{name}` must be {only} for features of kind waveform, but is {value}: "
-                        "those are the strides and the reach of the encoder's convolutions (384 and "
-                        "895 of a Moonshine)."
+                        "those are the strides and the reach of the encoder's convolutions (384 "
+                        "and 895 of a Moonshine)."
                     )
             return
         rule = f"be at most n_fft = {self.n_fft}"
