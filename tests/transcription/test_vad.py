@@ -309,11 +309,6 @@ def split_at_pauses(audio, sample_rate, **limits):
     return [chunk for chunk, _ in pairs]
 
 
-def _noise(seconds: float, seed: int = 0) -> np.ndarray:
-    samples = np.random.default_rng(seed).standard_normal(int(seconds * RATE))
-    return (0.1 * samples).astype(np.float32)
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("search", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.5, 2.0, 2.001, 3.9, 4.1, 4.2, 13.7])
@@ -344,7 +339,7 @@ def test_two_cuts_that_may_move_to_one_pause_do_not_meet_there() -> None:
 
 
 def test_cuts_fall_into_pauses() -> None:
-    audio = _noise(55.0)
+    audio = background(55.0, -20, 0)
     pauses = [(8.7, 9.1), (17.0, 17.4), (26.3, 26.9), (36.0, 36.4), (45.8, 46.2)]
     for begin, end in pauses:
         audio[int(begin * RATE) : int(end * RATE)] *= 0.01
@@ -356,7 +351,7 @@ def test_cuts_fall_into_pauses() -> None:
 
 
 def test_a_loud_click_does_not_hide_the_quieter_of_two_pauses() -> None:
-    audio = _noise(15.0)
+    audio = background(15.0, -20, 0)
     audio[int(7.0 * RATE) : int(7.3 * RATE)] *= 0.05
     audio[int(8.0 * RATE) : int(8.3 * RATE)] *= 0.01
     audio[int(7.5 * RATE)] = 1e4
@@ -371,7 +366,7 @@ def test_in_digital_silence_the_parts_are_equal() -> None:
 
 
 def test_no_chunk_is_a_remainder_of_a_moment() -> None:
-    chunks = split_at_pauses(_noise(30.1), RATE, chunk_seconds=30.0, search_seconds=3.0)
+    chunks = split_at_pauses(background(30.1, -20, 0), RATE, chunk_seconds=30.0, search_seconds=3.0)
     assert min(chunk.end - chunk.start for chunk in chunks) > 10 * RATE
 
 
@@ -385,4 +380,4 @@ def test_no_chunk_is_a_remainder_of_a_moment() -> None:
 )
 def test_senseless_lengths_are_refused(arguments, match) -> None:
     with pytest.raises(ValueError, match=match):
-        split_at_pauses(_noise(1.0), RATE, **arguments)
+        split_at_pauses(background(1.0, -20, 0), RATE, **arguments)
