@@ -1,7 +1,5 @@
 """``effasr tokenizer``: trains a tokenizer on the texts of manifests."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path
@@ -167,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer_of(path: Path) -> Tokenizer:
+def _tokenizer_of(path: Path) -> "Tokenizer":
     """Read a tokenizer from its folder, or that of a model or a run."""
     from effasr import checkpoint
     from effasr.data.tokenizer import load_tokenizer
@@ -176,7 +174,9 @@ def _tokenizer_of(path: Path) -> Tokenizer:
     return checkpoint.read_tokenizer(checkpoint.resolve(path)) if is_model else load_tokenizer(path)
 
 
-def _report(survey: Survey, tokenizer: Tokenizer, subsampling: int | None, *, chosen: bool) -> None:
+def _report(
+    survey: "Survey", tokenizer: "Tokenizer", subsampling: int | None, *, chosen: bool
+) -> None:
     """Print what the corpus is like, and warn where CTC would be hard to train on it."""
     from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
     from effasr.data.statistics.guidance import (

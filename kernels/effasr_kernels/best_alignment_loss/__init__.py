@@ -1,7 +1,5 @@
 """Distance of speech from text under the best monotone alignment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Projection to the vocabulary fused with the connectionist temporal classification loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

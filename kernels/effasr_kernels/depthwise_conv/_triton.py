@@ -7,8 +7,6 @@ Gating again for every tap would cost K exponentials and divisions for each valu
 than a second pass over memory.
 """
 
-from __future__ import annotations
-
 # ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
 # pyright: reportGeneralTypeIssues=false
 import torch

@@ -1,7 +1,5 @@
 """Dropout of a branch, its addition to the residual stream, and the LayerNorm of the sum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, overload
 

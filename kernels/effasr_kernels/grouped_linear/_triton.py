@@ -6,8 +6,6 @@ groups: 69 us at the 989 TFLOP/s of an H200, and twice that in the backward. Wei
 rows are 118 MB, which take 25 us at 4.8 TB/s.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from typing import Any
 

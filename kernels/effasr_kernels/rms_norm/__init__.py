@@ -1,7 +1,5 @@
 """Root mean square normalization of rows, in one pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Depthwise convolution along time and frequency with stride 2 within packed sequences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

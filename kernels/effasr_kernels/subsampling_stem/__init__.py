@@ -1,7 +1,5 @@
 """First two convolutions of the encoder, fused without storing the activation between them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`subsampling_stem` in Triton, with the first convolution's activation only in registers."""
 
-from __future__ import annotations
-
 # ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
 # pyright: reportGeneralTypeIssues=false
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The transducer's joint network, projection and loss, in memory that is flat in the batch size."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any, Literal

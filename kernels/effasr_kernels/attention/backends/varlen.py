@@ -4,8 +4,6 @@ Its backward is deterministic only under `torch.use_deterministic_algorithms`. T
 backward here calls the underlying operation with that setting enabled for the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

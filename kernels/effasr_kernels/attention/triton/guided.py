@@ -1,7 +1,5 @@
 """`guided_attention` in Triton: the kernels of `attention`, with their constant ``GUIDED``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

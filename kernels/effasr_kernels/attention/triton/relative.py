@@ -10,8 +10,6 @@ The buffer has a row of `bias_width` for each query and head, T_q H W elements: 
 product by distance, without padding between sequences. Its rows are multiples of 16 bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The gradients of `transducer_loss`, summed group by group."""
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from collections.abc import Sequence
 
