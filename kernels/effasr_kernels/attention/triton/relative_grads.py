@@ -1,6 +1,5 @@
 """The kernels of `effasr_kernels.attention.triton.relative.relative_backward`."""
 
-# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

@@ -1,6 +1,5 @@
 """The gradients of `transducer_loss`, summed group by group."""
 
-# pyright: reportGeneralTypeIssues=false
 from collections.abc import Sequence
 
 import torch
