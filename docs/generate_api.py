@@ -6,8 +6,6 @@ The example of an operation is docs/examples/OPERATION.py. --check writes nothin
 if a page is not up to date.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

@@ -5,8 +5,6 @@
 --check writes nothing, and exits with 1 if the page is not up to date.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

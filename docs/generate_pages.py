@@ -7,8 +7,6 @@ widths of 1400 and 400 pixels, in light and in dark, and writes docs/images/page
 chromium and Pillow (``apt install chromium``, ``pip install pillow``).
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -7,8 +7,6 @@ its own, and writes docs/images/NAME_COLUMNS.svg with the last screens of what a
 then sees. Needs pyte (``pip install pyte``).
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import io

@@ -6,8 +6,6 @@ Each table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->`
 kept. --check writes nothing, and exits with 1 if a page or a picture is not up to date.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import statistics

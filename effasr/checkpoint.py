@@ -130,7 +130,9 @@ def save_model(
     """Write a model directory, replacing an existing one."""
     # Of a link, the folder is replaced, not the link.
     directory = Path(directory).resolve()
-    if directory.exists() and not _is_replaceable(directory):
+    if directory.exists() and not (
+        directory.is_dir() and ((directory / DESCRIPTION).is_file() or not any(directory.iterdir()))
+    ):
         raise CheckpointError(
             f"`directory` must be new, empty or a model directory, but {directory} is not: "
             "choose another."
@@ -300,12 +302,6 @@ def write_model(
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / name))
-
-
-def _is_replaceable(directory: Path) -> bool:
-    return directory.is_dir() and (
-        (directory / DESCRIPTION).is_file() or not any(directory.iterdir())
-    )
 
 
 def begin_folder(path: Path) -> Path:

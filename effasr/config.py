@@ -296,7 +296,14 @@ def _match(option: Any, value: Any, where: str) -> tuple[bool, Any]:
     if origin is typing.Literal:
         return any(value == choice and type(value) is type(choice) for choice in arguments), value
     if origin is tuple:
-        return _match_tuple(arguments, value, where)
+        if not isinstance(value, list | tuple):
+            return False, None
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            arguments = (arguments[0],) * len(value)
+        if len(arguments) != len(value):
+            return False, None
+        pairs = zip(arguments, value, strict=True)
+        return True, tuple(_convert(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(pairs))
     if origin is dict:
         if not isinstance(value, Mapping):
             return False, None
@@ -319,17 +326,6 @@ def _key(annotation: Any, key: Any, where: str) -> Any:
         )
     is_number = annotation is int and isinstance(key, str) and key.isdecimal()
     return _convert(annotation, int(key) if is_number else key, where)
-
-
-def _match_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[bool, Any]:
-    if not isinstance(value, list | tuple):
-        return False, None
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        arguments = (arguments[0],) * len(value)
-    if len(arguments) != len(value):
-        return False, None
-    pairs = zip(arguments, value, strict=True)
-    return True, tuple(_convert(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(pairs))
 
 
 def _describe(annotation: Any) -> str:

@@ -260,22 +260,17 @@ def run_export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _language_model(options: argparse.Namespace, loaded: LoadedModel) -> str:
-    from effasr.interop.huggingface.language_model import export_speech_llm
-    from effasr.training.checkpointing.export_folder import export_folder
-
-    with export_folder(options.out) as out:
-        export_speech_llm(loaded.model, out, loaded.tokenizer)
-    assert loaded.model.language_model is not None
-    return (
-        f"load the language model with {loaded.model.language_model.loader}.from_pretrained; "
-        "README.md describes how to add the speech"
-    )
-
-
 def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: list[Path]) -> str:
     if loaded.model.language_model is not None:
-        return _language_model(options, loaded)
+        from effasr.interop.huggingface.language_model import export_speech_llm
+        from effasr.training.checkpointing.export_folder import export_folder
+
+        with export_folder(options.out) as out:
+            export_speech_llm(loaded.model, out, loaded.tokenizer)
+        return (
+            f"load the language model with {loaded.model.language_model.loader}.from_pretrained; "
+            "README.md describes how to add the speech"
+        )
     from effasr.training.checkpointing.export_folder import export_folder
 
     readme = options.out / "README.md"

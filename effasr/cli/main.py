@@ -81,7 +81,11 @@ _PEER_GRACE_S = 3.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     open_standard_streams()
-    _name_home()
+    # Name a home folder that cannot exist where the user has none: lhotse needs a name.
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = os.devnull
     command = ""
     try:
         parser = build_parser()
@@ -94,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.print_help()
             sys.stdout.flush()
             return 0
-        _log_to_standard_error(command)
+        handler = logging.StreamHandler()
+        handler.setFormatter(TerminalFormatter(f"effasr {command}: %(message)s"))
+        logging.basicConfig(handlers=[handler], level=logging.WARNING)
         return _run(options)
     except KeyboardInterrupt:
         return 130
@@ -112,24 +118,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(command, error, code=getattr(error, "exit_code", 1))
 
 
-def _log_to_standard_error(command: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(TerminalFormatter(f"effasr {command}: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-
-
-def _name_home() -> None:
-    """Name a home folder that cannot exist where the user has none: lhotse needs a name."""
-    try:
-        Path.home()
-    except RuntimeError:
-        os.environ["HOME"] = os.devnull
-
-
 def _run(options: argparse.Namespace) -> int:
     from effasr_kernels import allow_reference_on_gpu
 
-    _localize(options)
+    # Replace the URLs of what is read by their files in the cache, and refuse others.
+    remote = {} if options.command == "init" else _REMOTE
+    if options.command in ("import", "prepare"):
+        remote = remote | {"source": options.command == "import", "tokenizer": True}
+    for name, value in list(vars(options).items()):
+        check_urls(name.replace("_", "-"), value, allowed=name in remote)
+        if name in remote and isinstance(value, list):
+            setattr(options, name, [localized(item, whole=remote[name]) for item in value])
+        elif name in remote and is_url(value):
+            setattr(options, name, localized(value, whole=remote[name]))
     # Operations without a kernel for the GPU run their reference, with one warning each.
     before = allow_reference_on_gpu()
     try:
@@ -145,19 +146,6 @@ _REMOTE = {
     **dict.fromkeys(("manifest", "manifest_option", "manifests"), False),
 }
 """Arguments that may be URLs, and whether all files of a folder are read."""
-
-
-def _localize(options: argparse.Namespace) -> None:
-    """Replace the URLs of what is read by their files in the cache, and refuse others."""
-    remote = {} if options.command == "init" else _REMOTE
-    if options.command in ("import", "prepare"):
-        remote = remote | {"source": options.command == "import", "tokenizer": True}
-    for name, value in list(vars(options).items()):
-        check_urls(name.replace("_", "-"), value, allowed=name in remote)
-        if name in remote and isinstance(value, list):
-            setattr(options, name, [localized(item, whole=remote[name]) for item in value])
-        elif name in remote and is_url(value):
-            setattr(options, name, localized(value, whole=remote[name]))
 
 
 def _fail(command: str, error: Exception, code: int) -> int:

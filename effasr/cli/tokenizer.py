@@ -1,7 +1,5 @@
 """``effasr tokenizer``: trains a tokenizer on the texts of manifests."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path
@@ -47,7 +45,7 @@ def add(command: AddCommand) -> None:
     add_language(parser, default="en")
     parser.add_argument(
         "--vocab-size",
-        type=_size,
+        type=lambda text: text if text == "auto" else at_least(1)(text),
         metavar="N",
         help="pieces of each language, or of the shared model; auto, the default, chooses them by "
         f"the hours and frames per token of each language ({_SHARED_SIZE} with --shared)",
@@ -167,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer_of(path: Path) -> Tokenizer:
+def _tokenizer_of(path: Path) -> "Tokenizer":
     """Read a tokenizer from its folder, or that of a model or a run."""
     from effasr import checkpoint
     from effasr.data.tokenizer import load_tokenizer
@@ -176,11 +174,9 @@ def _tokenizer_of(path: Path) -> Tokenizer:
     return checkpoint.read_tokenizer(checkpoint.resolve(path)) if is_model else load_tokenizer(path)
 
 
-def _size(text: str) -> int | str:
-    return text if text == "auto" else at_least(1)(text)
-
-
-def _report(survey: Survey, tokenizer: Tokenizer, subsampling: int | None, *, chosen: bool) -> None:
+def _report(
+    survey: "Survey", tokenizer: "Tokenizer", subsampling: int | None, *, chosen: bool
+) -> None:
     """Print what the corpus is like, and warn where CTC would be hard to train on it."""
     from effasr.data.features.frame_geometry import FASTCONFORMER, Framing
     from effasr.data.statistics.guidance import (

@@ -153,7 +153,27 @@ class DataConfig:
         rule = "be 'raise' or 'skip'"
         check(self.on_bad_audio in ("raise", "skip"), "on_bad_audio", rule, repr(self.on_bad_audio))
         self._check_text_share()
-        self._check_text()
+        rate = self.label_tokens_per_second
+        if self.text == "optional" and self.strategy != "packed":
+            raise ValueError(
+                f"`text` must be required or ignored for strategy {self.strategy}, whose batches "
+                "have no room for the labels of a teacher, but is optional: use strategy packed."
+            )
+        if self.text == "ignored" and self.padded:
+            raise ValueError(
+                "`padded` must be false where `text` is ignored, because silence put behind an "
+                "utterance would be a target, but is true: set it to false."
+            )
+        if self.text == "ignored" and self.text_share is not None:
+            raise ValueError(
+                f"`text_share` must be null where `text` is ignored, but is {self.text_share:g}: "
+                "pretrain on audio alone."
+            )
+        if rate is not None and (self.text != "optional" or not rate > 0):
+            raise ValueError(
+                "`label_tokens_per_second` must be greater than 0, and left out unless `text` is "
+                f"optional, but is {rate:g} with `text` {self.text}."
+            )
         self.limits()
         if self.epoch_end is not None and self.strategy != "packed":
             raise ValueError(
@@ -237,29 +257,6 @@ class DataConfig:
             )
         rule = f"be null for strategy {self.strategy}"
         check(self.strategy == "packed", "text_share", rule, f"{share:g}", "use strategy packed")
-
-    def _check_text(self) -> None:
-        rate = self.label_tokens_per_second
-        if self.text == "optional" and self.strategy != "packed":
-            raise ValueError(
-                f"`text` must be required or ignored for strategy {self.strategy}, whose batches "
-                "have no room for the labels of a teacher, but is optional: use strategy packed."
-            )
-        if self.text == "ignored" and self.padded:
-            raise ValueError(
-                "`padded` must be false where `text` is ignored, because silence put behind an "
-                "utterance would be a target, but is true: set it to false."
-            )
-        if self.text == "ignored" and self.text_share is not None:
-            raise ValueError(
-                f"`text_share` must be null where `text` is ignored, but is {self.text_share:g}: "
-                "pretrain on audio alone."
-            )
-        if rate is not None and (self.text != "optional" or not rate > 0):
-            raise ValueError(
-                "`label_tokens_per_second` must be greater than 0, and left out unless `text` is "
-                f"optional, but is {rate:g} with `text` {self.text}."
-            )
 
     @property
     def manifests(self) -> list[tuple[str, int]]:

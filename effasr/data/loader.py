@@ -291,7 +291,10 @@ class Loader:
             for old in list(self._plans)[: 1 - _PLANS]:
                 del self._plans[old]
             self._plans[epoch] = (plan, text)
-            self._fingerprints[epoch] = _fingerprint(plan, self._augmenter.fingerprint)
+            digest = hashlib.sha256(self._augmenter.fingerprint.encode())
+            for values in (plan.offsets, plan.indices):
+                digest.update(np.ascontiguousarray(values).data)
+            self._fingerprints[epoch] = digest.hexdigest()
         return self._plans[epoch]
 
     @property
@@ -429,13 +432,6 @@ def _uneven(micro_batches: int, world_size: int) -> str:
         f"{f'{whole} or ' if (whole := (rounds - 1) * world_size) else ''}{rounds * world_size} "
         "micro-batches would lose nothing."
     )
-
-
-def _fingerprint(plan: EpochPlan, augmentation: str) -> str:
-    digest = hashlib.sha256(augmentation.encode())
-    for values in (plan.offsets, plan.indices):
-        digest.update(np.ascontiguousarray(values).data)
-    return digest.hexdigest()
 
 
 def _identity(item: Any) -> Any:

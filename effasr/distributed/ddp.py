@@ -81,7 +81,13 @@ class RecoverableAllReduceHook:
         if not self._begun:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
-            self._send_all()
+            # Run a forward and backward that add nothing, to all-reduce the gradients present.
+            model, inner = self._model, self._model.module
+            model.module = _Touch(self._parameters)
+            try:
+                model().backward()
+            finally:
+                model.module = inner
             return
         sent = set(map(id, self._sent))
         missing = []
@@ -103,15 +109,6 @@ class RecoverableAllReduceHook:
                 "repeated: started again, the run continues from its newest checkpoint."
             )
         _touch(missing).backward()
-
-    def _send_all(self) -> None:
-        """Run a forward and backward that add nothing, to all-reduce the gradients present."""
-        model, inner = self._model, self._model.module
-        model.module = _Touch(self._parameters)
-        try:
-            model().backward()
-        finally:
-            model.module = inner
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         del state

@@ -97,11 +97,6 @@ def _rates(parts: Sequence[Counts]) -> np.ndarray:
     if not parts:
         return np.zeros(0)
     table = np.array([item.statistics for item in parts], dtype=np.int64).T
-    return type(parts[0]).rates(_sums(table))
-
-
-def _sums(table: np.ndarray) -> np.ndarray:
-    """Return the sums of every draw: (counts, n) to (counts, draws)."""
     count = table.shape[1]
     rng = np.random.default_rng(_SEED)
     step = max(1, 2 * _AT_A_TIME // table.size)
@@ -109,4 +104,4 @@ def _sums(table: np.ndarray) -> np.ndarray:
         table[:, rng.integers(count, size=(min(step, _DRAWS - begin), count))].sum(axis=2)
         for begin in range(0, _DRAWS, step)
     ]
-    return np.concatenate(sums, axis=1)
+    return type(parts[0]).rates(np.concatenate(sums, axis=1))

@@ -51,44 +51,26 @@ class ModelCard:
     author: str | None = None
 
     def text(self) -> str:
-        front = dump_yaml(self._front())
-        fence = "```"
-        while fence in self.configuration:
-            fence += "`"
-        parts = [
-            f"---\n{front}---\n\n{MARK}",
-            f"# {_text(self.name)}",
-            "A speech recognition model, trained with effasr.",
-            "\n".join(self._facts()),
-            self._usage(),
-            self._results(),
-            f"## Configuration\n\n{fence}yaml\n{self.configuration.strip()}\n{fence}",
-            "## Licence and author\n\n"
-            f"Licence: {_text(self.license or '') or 'not stated (`effasr export --license`)'}. "
-            f"Author: {_text(self.author or '') or 'not stated (`effasr export --author`)'}.",
-        ]
-        return "\n\n".join(parts) + "\n"
-
-    def _front(self) -> dict[str, Any]:
-        front: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         if self.license:
-            front["license"] = self.license
+            metadata["license"] = self.license
         if self.languages:
-            front["language"] = list(self.languages)
+            metadata["language"] = list(self.languages)
         if self.base_model:
-            front["base_model"] = self.base_model
-        front |= {
+            metadata["base_model"] = self.base_model
+        metadata |= {
             "library_name": self.library,
             "pipeline_tag": "automatic-speech-recognition",
             "tags": ["automatic-speech-recognition", "speech", "effasr"],
         }
         results = [row for item in self.tested for row in _metadata(item)]
         if results:
-            front["metrics"] = list(dict.fromkeys(row["metrics"][0]["type"] for row in results))
-            front["model-index"] = [{"name": self.name, "results": results}]
-        return front
-
-    def _facts(self) -> list[str]:
+            metadata["metrics"] = list(dict.fromkeys(row["metrics"][0]["type"] for row in results))
+            metadata["model-index"] = [{"name": self.name, "results": results}]
+        front = dump_yaml(metadata)
+        fence = "```"
+        while fence in self.configuration:
+            fence += "`"
         facts = [f"- {self.parameters / 1e6:.1f} M parameters, `{self.loader}`"]
         if self.languages:
             facts.append(f"- Languages: {', '.join(map(_text, self.languages))}")
@@ -100,7 +82,19 @@ class ModelCard:
             facts.append(f"- Updates: {self.steps}")
         if self.averaged > 1:
             facts.append(f"- Weights: the mean of the last {self.averaged} checkpoints")
-        return facts
+        parts = [
+            f"---\n{front}---\n\n{MARK}",
+            f"# {_text(self.name)}",
+            "A speech recognition model, trained with effasr.",
+            "\n".join(facts),
+            self._usage(),
+            self._results(),
+            f"## Configuration\n\n{fence}yaml\n{self.configuration.strip()}\n{fence}",
+            "## Licence and author\n\n"
+            f"Licence: {_text(self.license or '') or 'not stated (`effasr export --license`)'}. "
+            f"Author: {_text(self.author or '') or 'not stated (`effasr export --author`)'}.",
+        ]
+        return "\n\n".join(parts) + "\n"
 
     def _usage(self) -> str:
         if self.usage:

@@ -27,9 +27,15 @@ def get_normalizer(name: str, language: str = "") -> Callable[[str], str]:
     if name == "basic":
         return partial(basic, language=language)
     if name == "whisper_english":
-        return _whisper_english()
+        normalizer = _english_normalizer("whisper_english")
+        return lambda text: normalizer(without_format_characters(text))
     if name == "open_asr_leaderboard_v1":
-        return _open_asr_leaderboard_v1()
+        # Whisper's normaliser without the rules for four colloquial words.
+        normalizer = _english_normalizer("open_asr_leaderboard_v1")
+        for word in ("kinda", "sorta", "dunno", "cause"):
+            # Older versions of the package have some of the rules not.
+            normalizer.replacers.pop(rf"\b{word}\b", None)
+        return lambda text: normalizer(without_format_characters(text))
     choices = ", ".join(get_args(NormalizerName))
     raise ValueError(f"`normalizer` must be one of {choices}, but is {name!r}.")
 
@@ -58,11 +64,6 @@ def without_format_characters(text: str) -> str:
     return "".join(c for c in _INVISIBLE.sub("", text) if unicodedata.category(c) != "Cf")
 
 
-def _whisper_english(name: str = "whisper_english") -> Callable[[str], str]:
-    normalizer = _english_normalizer(name)
-    return lambda text: normalizer(without_format_characters(text))
-
-
 def _english_normalizer(name: str) -> Any:
     try:
         from whisper_normalizer.english import EnglishTextNormalizer
@@ -72,18 +73,3 @@ def _english_normalizer(name: str) -> Any:
             "pip install whisper-normalizer, or use normalizer basic."
         ) from error
     return EnglishTextNormalizer()
-
-
-def _open_asr_leaderboard_v1() -> Callable[[str], str]:
-    """Whisper's normaliser without the rules for four colloquial words.
-
-    This is the ``EnglishTextNormalizer`` of the first versions of
-    github.com/huggingface/open_asr_leaderboard, and of transformers: both lack kinda, sorta, dunno
-    and cause. Later versions of the leaderboard have further rules that are not implemented here:
-    compare only with its early results.
-    """
-    normalizer = _english_normalizer("open_asr_leaderboard_v1")
-    for word in ("kinda", "sorta", "dunno", "cause"):
-        # Older versions of the package have some of the rules not.
-        normalizer.replacers.pop(rf"\b{word}\b", None)
-    return lambda text: normalizer(without_format_characters(text))

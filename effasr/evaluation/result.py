@@ -276,7 +276,18 @@ def save(
         for utterance in evaluation.utterances
     )
     write_json_lines(folder / HYPOTHESES, rows)
-    _write_alignments(evaluation, folder)
+    references, hypotheses, lines = [], [], []
+    for utterance in evaluation.utterances:
+        normalize = get_normalizer(evaluation.normalizer, utterance.language)
+        reference, hypothesis = normalize(utterance.reference), normalize(utterance.hypothesis)
+        name = one_line(utterance.id)
+        references.append(trn_line(reference, name))
+        hypotheses.append(trn_line(hypothesis, name))
+        aligned = align(reference, hypothesis)
+        lines += [f"id: ({name})", aligned.scores(), *aligned.lines(), ""]
+    write_text(folder / "ref.trn", "".join(references))
+    write_text(folder / "hyp.trn", "".join(hypotheses))
+    write_text(folder / "alignments.txt", "\n".join(lines))
     if evaluation.calibrated is False:
         fitted = fit_calibration(evaluation.judged, evaluation.method)
         if fitted is not None:
@@ -302,21 +313,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def _listed(alternatives: Sequence[Alternative]) -> dict[str, Any]:
     return {"alternatives": [item.as_row() for item in alternatives]} if alternatives else {}
-
-
-def _write_alignments(evaluation: Evaluation, folder: Path) -> None:
-    references, hypotheses, lines = [], [], []
-    for utterance in evaluation.utterances:
-        normalize = get_normalizer(evaluation.normalizer, utterance.language)
-        reference, hypothesis = normalize(utterance.reference), normalize(utterance.hypothesis)
-        name = one_line(utterance.id)
-        references.append(trn_line(reference, name))
-        hypotheses.append(trn_line(hypothesis, name))
-        aligned = align(reference, hypothesis)
-        lines += [f"id: ({name})", aligned.scores(), *aligned.lines(), ""]
-    write_text(folder / "ref.trn", "".join(references))
-    write_text(folder / "hyp.trn", "".join(hypotheses))
-    write_text(folder / "alignments.txt", "\n".join(lines))
 
 
 def _rates(errors: ErrorCounts) -> dict[str, Any]:

@@ -91,7 +91,13 @@ class ASRModel(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int):
         super().__init__()
-        _limit_onednn_caches()
+        # Limit the caches of oneDNN and of ideep, unless the environment sets their capacity.
+        # oneDNN compiles code for each shape and keeps that of the last 1024 shapes. A packed
+        # batch seldom has the length of another one, so that hardly an entry is used in a later
+        # batch, and a process grows by hundreds of megabytes in its first thousand batches. Both
+        # libraries read the environment at their first operation; a later call has no effect.
+        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            os.environ.setdefault(name, str(_ONEDNN_ENTRIES))
         check(vocab_size >= 1, "vocab_size", "be at least 1", vocab_size)
         self.config, self.vocab_size = config, vocab_size
         self.durations: Durations | None = None  # None where they are unknown
@@ -451,13 +457,3 @@ def _cross_entropy(
             # `gather_losses` uses the sum; per utterance it has no gradient.
             uniform_gradient=True,
         )
-
-
-def _limit_onednn_caches() -> None:
-    """Limit the caches of oneDNN and of ideep, unless the environment sets their capacity."""
-    # oneDNN compiles code for each shape and keeps that of the last 1024 shapes. A packed batch
-    # seldom has the length of another one, so that hardly an entry is used in a later batch, and a
-    # process grows by hundreds of megabytes in its first thousand batches. Both libraries read the
-    # environment at their first operation; a later call has no effect.
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(_ONEDNN_ENTRIES))

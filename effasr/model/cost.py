@@ -15,7 +15,6 @@ from effasr.model.whisper_encoder import WhisperEncoderConfig
 from effasr.nn.attention import GatedBiasSelfAttention
 from effasr.nn.experts import ExpertsConfig
 from effasr.nn.subsampling import bands
-from effasr_kernels import Context
 
 
 def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
@@ -51,20 +50,15 @@ def cost_model(config: ModelConfig, vocab_size: int) -> CostModel:
         token += predictor_cost(config.transducer)
         classes = vocab_size + 1 + len(config.transducer.durations or ())
         token_frame += 2 * config.transducer.joint * classes
+    encoder = config.encoder
     return CostModel(
         frame=frame,
         frame_pair=frame_pair,
         token=token,
         token_pair=token_pair,
         token_frame=token_frame,
-        contexts=contexts_of(config),
+        contexts=encoder.context if isinstance(encoder, FastConformerConfig) else (),
     )
-
-
-def contexts_of(config: ModelConfig) -> tuple[Context, ...]:
-    """The contexts of the encoder; none if it sees whole utterances."""
-    encoder = config.encoder
-    return encoder.context if isinstance(encoder, FastConformerConfig) else ()
 
 
 def best_rq_cost(config: ModelConfig) -> int:

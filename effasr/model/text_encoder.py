@@ -1,7 +1,5 @@
 """Text encoder: encodes a source text for the decoder to translate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

@@ -10,8 +10,6 @@ References:
     https://arxiv.org/abs/2312.03732 (rank stabilization).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -253,7 +253,9 @@ class StatelessPredictor(nn.Module):
         # labels: int64 (U,), each in [0, V) -> (U + N, P): for each sequence one row before any
         # label, and one after each label
         rows = layout.lengthened(1)
-        x = self._drop(self.embedding(after_start(labels, layout, self.start_id)))
+        x = F.dropout(
+            self.embedding(after_start(labels, layout, self.start_id)), self.dropout, self.training
+        )
         return F.relu(depthwise_conv(x, self.taps, rows, causal=True))
 
     def begin(self, count: int) -> PredictorState:
@@ -267,9 +269,6 @@ class StatelessPredictor(nn.Module):
         seen = torch.cat([state[0], labels[:, None]], 1)
         embedded = self.embedding(seen.clamp(min=0)) * (seen >= 0)[..., None]
         return F.relu((embedded * self.taps.T).sum(1)), (seen[:, 1:],)
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
 
 
 class LSTMPredictor(nn.Module):
@@ -289,9 +288,9 @@ class LSTMPredictor(nn.Module):
     def forward(self, labels: Tensor, layout: PackedLayout) -> Tensor:
         lanes = PaddedView.of(layout.lengthened(1), layout.max_seqlen_bound + 1)
         ids = lanes.spread(after_start(labels, layout, self.start_id), self.start_id)
-        x = self._drop(self.embedding(ids))
+        x = F.dropout(self.embedding(ids), self.dropout, self.training)
         hidden = self.lstm(x, lanes.free())
-        return self._drop(lanes.collect(hidden))
+        return F.dropout(lanes.collect(hidden), self.dropout, self.training)
 
     def begin(self, count: int) -> PredictorState:
         """The state before the start symbol: h and c, (N, layers, P)."""
@@ -303,9 +302,6 @@ class LSTMPredictor(nn.Module):
         hidden, cell = (part.transpose(0, 1).contiguous() for part in state)
         out, hidden, cell = self.lstm.step(self.embedding(labels), hidden, cell)
         return out, (hidden.transpose(0, 1), cell.transpose(0, 1))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
 
 
 def after_start(labels: Tensor, layout: PackedLayout, start_id: int) -> Tensor:

@@ -202,7 +202,15 @@ class _Reader:
             lengths.ctc_frames, lengths.monotonic = text_tokens, prompt.monotonic
             copy = name and name_at(name, speed)
             try:
-                self._require(lengths)
+                # Drop what training drops, as far as lengths show.
+                limits = self._limits
+                require(DURATION_RULES, lengths, limits)
+                if not lengths.text and limits.text == "required":
+                    raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TEXT)
+                if not lengths.text and limits.text == "optional" and not lengths.monotonic:
+                    raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TRANSLATION)
+                lengths.frames = limits.framing.frames(samples_in(lengths.seconds))
+                require((*FRAME_RULES, *TOKEN_RULES), lengths, limits)
             except RejectedUtterance as error:
                 copy = self._name(copy, position)
                 self._drop(Dropped(copy, error.reason, str(error), "", lengths.seconds))
@@ -214,17 +222,6 @@ class _Reader:
             self._texts.append(text_tokens)
             self._prompts.append(prompt_tokens)
             self._prompt_ids.append(prompt_id)
-
-    def _require(self, lengths: Lengths) -> None:
-        """Drop what training drops, as far as lengths show."""
-        limits = self._limits
-        require(DURATION_RULES, lengths, limits)
-        if not lengths.text and limits.text == "required":
-            raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TEXT)
-        if not lengths.text and limits.text == "optional" and not lengths.monotonic:
-            raise RejectedUtterance(Reason.EMPTY_TEXT, EMPTY_TRANSLATION)
-        lengths.frames = limits.framing.frames(samples_in(lengths.seconds))
-        require((*FRAME_RULES, *TOKEN_RULES), lengths, limits)
 
     def _drop(self, drop: Dropped) -> None:
         self._dropped.append((len(self._names), drop))

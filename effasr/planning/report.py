@@ -273,7 +273,15 @@ def draw(
     groups: Sequence[str] | None = None,
 ) -> str:
     """Return panels side by side as SVG; where a row's group changes, it is a heading."""
-    headings, tops = _arrange(len(rows), groups)
+    headings: list[tuple[float, str]] = []
+    tops: list[float] = []
+    top = float(_TOP)
+    for row in range(len(rows)):
+        if groups is not None and (not row or groups[row] != groups[row - 1]):
+            headings.append((top, groups[row]))
+            top += _ROW
+        tops.append(top)
+        top += _ROW
     names = round(_CHARACTER * max(map(len, rows), default=0)) + _GAP
     width = names + len(panels) * (_BAR + _LABEL + _GAP) - _GAP
     height = tops[-1] + _ROW + 6 if tops else _TOP
@@ -292,21 +300,6 @@ def draw(
         parts.append(_text(remaining, _TOP - 14, panel.title, "head"))
         parts += _bars(remaining, panel, tops)
     return "\n".join([*parts, "</svg>", ""])
-
-
-def _arrange(
-    rows: int, groups: Sequence[str] | None
-) -> tuple[list[tuple[float, str]], list[float]]:
-    headings: list[tuple[float, str]] = []
-    tops: list[float] = []
-    top = float(_TOP)
-    for row in range(rows):
-        if groups is not None and (not row or groups[row] != groups[row - 1]):
-            headings.append((top, groups[row]))
-            top += _ROW
-        tops.append(top)
-        top += _ROW
-    return headings, tops
 
 
 def _bars(left: float, panel: Panel, tops: Sequence[float]) -> list[str]:

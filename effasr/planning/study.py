@@ -179,7 +179,31 @@ def compare(
     results = []
     for done, strategy in enumerate(strategies):
         progress(done, len(strategies))
-        results.append(_plan(selection, strategy, cost, options))
+        started, is_packed = time.perf_counter(), strategy == "packed"
+        epochs = planner(
+            strategy,
+            selection.lengths,
+            shape=selection.shape,
+            micro_batches=options.micro_batches,
+            world_size=options.world_size,
+            seed=options.seed,
+            options=None if is_packed else _strategy_options(strategy, options.strategy),
+            population=selection.populations(options.seed),
+            cost=cost,
+            epoch_end=options.epoch_end if is_packed else None,
+        )
+        plans = [epochs.plan(epoch) for epoch in range(options.epochs)]
+        seconds = time.perf_counter() - started
+        report = measure(
+            plans,
+            selection.lengths,
+            selection.seconds,
+            cost=cost,
+            world_size=options.world_size,
+            shape=epochs.shape,
+            buckets=epochs.buckets,
+        )
+        results.append(StrategyResult(strategy, report, seconds))
     return results
 
 
@@ -191,36 +215,6 @@ def summarise_mixture(selection: Selection, options: StudyOptions) -> MixtureSum
     indices = np.concatenate([draw(epoch) for epoch in range(options.epochs)])
     counts = selection.mixture.count(selection.sources, selection.samples, indices)
     return selection.mixture.summary(counts)
-
-
-def _plan(
-    selection: Selection, strategy: str, cost: CostModel, options: StudyOptions
-) -> StrategyResult:
-    started, is_packed = time.perf_counter(), strategy == "packed"
-    epochs = planner(
-        strategy,
-        selection.lengths,
-        shape=selection.shape,
-        micro_batches=options.micro_batches,
-        world_size=options.world_size,
-        seed=options.seed,
-        options=None if is_packed else _strategy_options(strategy, options.strategy),
-        population=selection.populations(options.seed),
-        cost=cost,
-        epoch_end=options.epoch_end if is_packed else None,
-    )
-    plans = [epochs.plan(epoch) for epoch in range(options.epochs)]
-    seconds = time.perf_counter() - started
-    report = measure(
-        plans,
-        selection.lengths,
-        selection.seconds,
-        cost=cost,
-        world_size=options.world_size,
-        shape=epochs.shape,
-        buckets=epochs.buckets,
-    )
-    return StrategyResult(strategy, report, seconds)
 
 
 def _strategy_options(strategy: str, options: StrategyOptions) -> StrategyOptions:

@@ -1,7 +1,5 @@
 """What a run is, before anything is built: every setting resolved, all data read and checked."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
@@ -55,7 +53,9 @@ def requested(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config.data, name) for name in ("micro_batches", *_BUDGETS)}
 
 
-def divide(config: TrainConfig, corpus: TrainingCorpus, ranks: int) -> tuple[TrainConfig, int, str]:
+def divide(
+    config: TrainConfig, corpus: "TrainingCorpus", ranks: int
+) -> tuple[TrainConfig, int, str]:
     """Return the configuration of this many ranks, the parts of a micro-batch, and a line.
 
     No part is smaller than the longest utterance: else the batch grows.
@@ -139,7 +139,7 @@ class Resolved:
     # The checkpoint to continue from.
     saved: Saved | None
     tokenizer: Tokenizer
-    corpus: TrainingCorpus
+    corpus: "TrainingCorpus"
     loader: Loader
     # How micro-batches were divided among more ranks: the state for a resumed run.
     division: dict[str, Any] | None = None

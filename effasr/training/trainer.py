@@ -304,7 +304,7 @@ class Trainer:
         progress.is_best = False
         is_due = is_sync_point and self._is_due("validate_every")
         progress.must_validate = is_due and self.validate is not None
-        must_log = self._must_log(is_sync_point)
+        must_log = self._is_due("log_every") or (is_sync_point and self.strategy.logs_sync_points)
         self._handle_nonfinite(keep_pending=0 if must_log else 1)
         if data is not None:
             metrics.time(time.perf_counter() - started, waited)
@@ -369,9 +369,6 @@ class Trainer:
         else:
             is_due = self.progress.step % interval == 0
         return is_due or self._is_finished
-
-    def _must_log(self, is_sync_point: bool) -> bool:
-        return self._is_due("log_every") or (is_sync_point and self.strategy.logs_sync_points)
 
     @property
     def _is_finished(self) -> bool:

@@ -165,16 +165,19 @@ def _load_for_tokenizer(
     moves = shared_pieces(before, tokenizer)
     spelled = spell_pieces(before, tokenizer, moves)
     initial = model.state_dict()
+    old_size, new_size = description.vocab_size, tokenizer.vocab_size
 
     def move_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         tables = {*TOKEN_TABLES, "text_encoder.running_duration"}
         for name in weights.keys() & initial.keys() & tables:
-            old = weights[name]
-            weights[name] = _with_moved_rows(
-                old, initial[name], moves, description.vocab_size, tokenizer.vocab_size
-            )
+            old, table = weights[name], initial[name].clone()
+            # The classes after the pieces, where there are as many.
+            if len(old) - old_size == len(table) - new_size and len(old) > old_size:
+                table[new_size:] = old[old_size:]
+            table[list(moves)] = old[list(moves.values())].to(table.dtype)
             for number, ids in spelled.items():
-                weights[name][number] = old[ids].float().mean(0)
+                table[number] = old[ids].float().mean(0)
+            weights[name] = table
         return _upcycled(model, weights)
 
     checkpoint.load_weights(model, source, only=only, change=move_rows)
@@ -244,14 +247,3 @@ def spell_pieces(old: Tokenizer, new: Tokenizer, known: Mapping[int, int]) -> di
         if ways:
             spelled[number] = min(ways, key=len)
     return spelled
-
-
-def _with_moved_rows(
-    old: Tensor, initial: Tensor, moves: dict[int, int], old_size: int, new_size: int
-) -> Tensor:
-    """Return a table with the rows of known pieces, and of the classes after the pieces."""
-    table = initial.clone()
-    if len(old) - old_size == len(initial) - new_size and len(old) > old_size:
-        table[new_size:] = old[old_size:]
-    table[list(moves)] = old[list(moves.values())].to(table.dtype)
-    return table

@@ -8,7 +8,7 @@ import torch
 from effasr.checkpoint import LoadedModel
 from effasr.data.audio.audio_file import AudioError
 from effasr.data.audio.waveform import read_audio
-from effasr.data.conversation.batch import ConversationExample, asking, collate_conversations
+from effasr.data.conversation.batch import asking, collate_conversations
 from effasr.data.conversation.messages import AudioPart, Message, check_turns
 from effasr.data.conversation.tokenize import prompt_rows
 from effasr.data.filters.rules import Reason, RejectedUtterance
@@ -86,21 +86,6 @@ class Responder:
     @torch.no_grad()
     def _submit(self, name: int, messages: Sequence[Message]) -> None:
         device = next(self._model.parameters()).device
-        batch = collate_conversations(
-            [self._example(messages)],
-            stack=self._settings.stack,
-            pad_id=self._tokenizer.pad_id,
-            framing=self._model.config.features.framing,
-        )
-        rows, limit = batch.token_lengths[0], self._max_tokens
-        if self._most is not None:
-            if rows >= self._most:
-                reason = f"{rows} rows, but the language model has at most {self._most}"
-                raise RejectedUtterance(Reason.MODEL, reason)
-            limit = min(limit, self._most - rows)
-        self._engine.submit(batch.to(device), [limit], [name])
-
-    def _example(self, messages: Sequence[Message]) -> ConversationExample:
         check_turns(messages)
         if messages[-1].role != "user":
             problem = f"the last turn must be of user, but is of {messages[-1].role}"
@@ -122,7 +107,19 @@ class Responder:
                 )
             if most is not None and frames > most:
                 raise RejectedUtterance(Reason.MODEL, f"{frames} encoder frames, over {most}")
-        return asking("question", prompt_rows(messages, self._tokenizer).tolist(), tuple(clips))
+        batch = collate_conversations(
+            [asking("question", prompt_rows(messages, self._tokenizer).tolist(), tuple(clips))],
+            stack=self._settings.stack,
+            pad_id=self._tokenizer.pad_id,
+            framing=self._model.config.features.framing,
+        )
+        rows, limit = batch.token_lengths[0], self._max_tokens
+        if self._most is not None:
+            if rows >= self._most:
+                reason = f"{rows} rows, but the language model has at most {self._most}"
+                raise RejectedUtterance(Reason.MODEL, reason)
+            limit = min(limit, self._most - rows)
+        self._engine.submit(batch.to(device), [limit], [name])
 
     def _written(self, decoded: Decoded) -> Answer:
         return Answer(self._tokenizer.decode(decoded.tokens).strip(), decoded.truncated)

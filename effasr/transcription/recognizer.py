@@ -134,7 +134,19 @@ class Recognizer:
             experts.number_of(prompt)
         check_prompt(prompt, self.method, self.config)
         if self.method == "language_model":
-            return self._conversation(self.config.instruction)
+            # The rows of a conversation whose user speaks and gives an instruction.
+            # Imported here, because they import lhotse, which takes a third of a second.
+            from effasr.data.conversation.messages import AudioPart, Message
+            from effasr.data.conversation.tokenize import prompt_rows
+
+            tokenizer = self.tokenizer
+            if not isinstance(tokenizer, ChatTokenizer):
+                raise ValueError(
+                    "`tokenizer` must have a chat template for a language model, but is a "
+                    f"{type(tokenizer).__name__}."
+                )
+            turn = Message("user", (AudioPart(""), self.config.instruction))
+            return prompt_rows([turn], tokenizer).tolist()
         return self.tokenizer.prompt(prompt)
 
     def _is_to_be_heard(self, prompt: Prompt) -> bool:
@@ -198,21 +210,6 @@ class Recognizer:
         prompt = recording.request.prompt.stating(language)
         recording.request = replace(recording.request, prompt=prompt)
         recording.prompt = self.prompt(prompt)
-
-    def _conversation(self, instruction: str) -> list[int]:
-        """Return the rows of a conversation whose user speaks and gives an instruction."""
-        # Imported here, because they import lhotse, which takes a third of a second.
-        from effasr.data.conversation.messages import AudioPart, Message
-        from effasr.data.conversation.tokenize import prompt_rows
-
-        tokenizer = self.tokenizer
-        if not isinstance(tokenizer, ChatTokenizer):
-            raise ValueError(
-                "`tokenizer` must have a chat template for a language model, but is a "
-                f"{type(tokenizer).__name__}."
-            )
-        turn = Message("user", (AudioPart(""), instruction))
-        return prompt_rows([turn], tokenizer).tolist()
 
     def stream(self, latency_seconds: float | None = None) -> OnlineStream:
         """Begin to transcribe arriving audio; `OnlineRecognizer` serves many streams at a time."""

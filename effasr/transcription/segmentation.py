@@ -160,6 +160,11 @@ class Segmenter:
         rows = []
         space = " " if spaces else ""
         for number, part in enumerate(_utterances(words, heard.speech, self._longest)):
+            # The likelihood of the text by that of the likeliest tokens, as a mean of tokens.
+            first, last = np.searchsorted(heard.times, [part.start, part.end])
+            skipped = sum(len(word.tokens) for word in part.words if not word.is_heard)
+            count = sum(len(word.tokens) for word in part.words)
+            cost = float(alignment.costs[first:last].sum()) + self._costs.token * skipped
             row: dict[str, Any] = {
                 "id": f"{source.id}#{number}",
                 "audio_filepath": str(Path(source.audio).absolute()),
@@ -169,7 +174,7 @@ class Segmenter:
                 "source_lang": prompt.source,
                 "target_lang": prompt.target,
                 "pnc": prompt.punctuation,
-                "confidence": _confidence(part, heard, alignment, self._costs),
+                "confidence": round(math.exp(-cost / max(1, count)), 4),
                 "truncated": False,
                 **source.fields(),
             }
@@ -414,12 +419,3 @@ def _pauses(speech: np.ndarray, begin: float, end: float) -> list[tuple[float, f
     pairs = ((first + edges) * HOP_SECONDS).reshape(-1, 2).tolist()
     touching = [(a, b) for a, b in pairs if b > begin and a < end]
     return [(a, b) for a, b in touching if b - a >= _LEAST_PAUSE]
-
-
-def _confidence(utterance: _Utterance, heard: _Heard, alignment: Alignment, costs: Costs) -> float:
-    """Return the likelihood of the text by that of the likeliest tokens, as a mean of tokens."""
-    first, last = np.searchsorted(heard.times, [utterance.start, utterance.end])
-    skipped = sum(len(word.tokens) for word in utterance.words if not word.is_heard)
-    count = sum(len(word.tokens) for word in utterance.words)
-    cost = float(alignment.costs[first:last].sum()) + costs.token * skipped
-    return round(math.exp(-cost / max(1, count)), 4)

@@ -155,7 +155,13 @@ def _expanded(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
         return sizes[id(node)]
     sizes[id(node)] = 0
     if isinstance(node, yaml.MappingNode):
-        _check_keys(node)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in seen:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"line {line}: the key {key.value[:100]!r} appears twice")
+                seen.add((key.tag, key.value))
         parts = [part for pair in node.value for part in pair]
     else:
         parts = node.value
@@ -164,16 +170,6 @@ def _expanded(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
         raise ValueError(f"it has more than {_MOST_NODES} values, or its aliases stand for so many")
     sizes[id(node)] = size
     return size
-
-
-def _check_keys(node: yaml.MappingNode) -> None:
-    seen = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-            if (key.tag, key.value) in seen:
-                line = key.start_mark.line + 1
-                raise ValueError(f"line {line}: the key {key.value[:100]!r} appears twice")
-            seen.add((key.tag, key.value))
 
 
 NUMBER = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")

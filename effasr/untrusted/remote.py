@@ -168,7 +168,7 @@ def _list(url: str, whole: bool, only: tuple[str, ...] = ("",), depth: int | Non
         if str(file.relative_to(folder)) not in names:
             file.unlink(missing_ok=True)
     fetched = [name for name in names if whole or Path(name).suffix.lower() in _TEXTS]
-    with _pool() as pool:
+    with ThreadPoolExecutor(_CONNECTIONS, "remote") as pool:
         list(pool.map(lambda name: ensure(folder / name, whole=whole), fetched))
 
 
@@ -362,12 +362,8 @@ def prefetch(parts: Iterable[tuple[str, int, int] | str]) -> None:
     paths = ((part, part if isinstance(part, str) else part[0]) for part in dict.fromkeys(parts))
     remote = [part for part, path in paths if path.startswith(root)]
     if remote:
-        with _pool() as pool:
+        with ThreadPoolExecutor(_CONNECTIONS, "remote") as pool:
             list(pool.map(load, remote))
-
-
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_CONNECTIONS, "remote")
 
 
 # Transfers, which are tried again.
@@ -410,7 +406,9 @@ def retried(url: str, work: Callable[[], T]) -> T:
         except Exception as error:  # every store raises other kinds
             reason = " ".join((str(error) or type(error).__name__).split())[:300]
             reason = re.sub(r"\?\S*", "?...", reason)
-            if _is_refusal(error):
+            status = getattr(error, "status", None)
+            name = type(error).__name__
+            if isinstance(error, PermissionError) or status in (401, 403) or "Credential" in name:
                 raise PermissionError(
                     errno.EACCES,
                     f"{url}: access was refused ({reason}): renew or set the credentials, such as "
@@ -446,12 +444,6 @@ def _is_distrusted(error: BaseException | None) -> bool:
     while error is not None and "certificate_verify_failed" not in str(error).casefold():
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def _is_refusal(error: Exception) -> bool:
-    status = getattr(error, "status", None)
-    name = type(error).__name__
-    return isinstance(error, PermissionError) or status in (401, 403) or "Credential" in name
 
 
 def _is_transient(error: Exception) -> bool:

@@ -6,8 +6,6 @@ end, and every moment of a step belongs to one. The time between two ranges belo
 step (its batch is fetched there), except validation, checkpoints and long interruptions.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -66,7 +64,7 @@ def find(
 
 
 def _windows(
-    begins: np.ndarray, ends: np.ndarray, pauses: np.ndarray, finish: _Finish
+    begins: np.ndarray, ends: np.ndarray, pauses: np.ndarray, finish: "_Finish"
 ) -> np.ndarray:
     """Return begin and end of the steps, int64 (n, 2); steps that the next overtakes are empty."""
     windows = []

@@ -1,7 +1,5 @@
 """Implementations of an operation, and their comparison with the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +54,7 @@ class Case:
     peers: Mapping[str, Callable[[], Contender]] = field(default_factory=dict)  # may lack a package
     # A batch on which results are compared, where the reference takes long for this one; then
     # `flops` counts those of the forward.
-    small: Case | None = None
+    small: "Case | None" = None
     flops: Callable[[], int] | None = None
     heavy: bool = False  # a call takes seconds: it is repeated less, and gets more time
 

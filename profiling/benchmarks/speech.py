@@ -1,7 +1,5 @@
 """A corpus that exists only as lengths, batches of it, and trainers: ours and transformers'."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -55,7 +53,7 @@ class Corpus:
         classes: int,
         longest: float,
         framing: Framing = FASTCONFORMER,
-    ) -> Corpus:
+    ) -> "Corpus":
         """Return utterances with the list's durations, in a fixed random order."""
         durations = np.minimum(np.array(read_durations(LISTED)), longest)
         seconds = np.random.default_rng(0).choice(durations, count)

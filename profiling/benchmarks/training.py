@@ -20,8 +20,6 @@ Needs torch and triton alone, but for the bucketed systems, which are lhotse's, 
 Exit code 1: something failed; 3: nothing could be measured here.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics
@@ -94,7 +92,7 @@ class Setup:
     device: torch.device
 
     @classmethod
-    def of(cls, options: argparse.Namespace, model: str | None = None) -> Setup:
+    def of(cls, options: argparse.Namespace, model: str | None = None) -> "Setup":
         """Read the options of `add_options`; without a model, that of the device."""
         device = harness.default_device()
         on_gpu = device.type == "cuda"
@@ -121,7 +119,7 @@ class Setup:
         """On the host, with the weights that training begins with."""
         return random_model(self.config.model, self.classes, self.device).cpu()
 
-    def with_mode(self, mode: str) -> Setup:
+    def with_mode(self, mode: str) -> "Setup":
         """Return the same, whose micro-batches are a CUDA graph, compiled, both, or neither."""
         modes = {"cuda_graph": "graph" in mode, "compile": "compile" in mode}
         training = replace(self.config.training, **modes)
@@ -208,7 +206,7 @@ class Prepared:
     fields: dict[str, Any]  # that are known of its row
 
     @classmethod
-    def of(cls, system: str, setup: Setup, steps: int, warm: int) -> Prepared:
+    def of(cls, system: str, setup: Setup, steps: int, warm: int) -> "Prepared":
         """Build the model and the batches; the last ``warm`` of them also come first, untimed."""
         timed = setup.batches(system, steps)
         batches = timed[steps - warm :] + timed

@@ -53,14 +53,10 @@ def mp3(seconds: float, seed: int = 0) -> bytes:
     return encoded("mp3", seconds, seed, bitrate_mode="VARIABLE", compression_level=0.5)
 
 
-def frame_length(content: bytes) -> int:
-    """Bytes of the first frame, of MPEG 2 at 16 kHz."""
-    rates = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
-    return 72 * 1000 * rates[content[2] >> 4] // RATE + (content[2] >> 1 & 1)
-
-
 def without_xing(content: bytes) -> bytes:
-    return content[frame_length(content) :]
+    # Bytes of the first frame, of MPEG 2 at 16 kHz.
+    rates = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
+    return content[(72 * 1000 * rates[content[2] >> 4] // RATE + (content[2] >> 1 & 1)) :]
 
 
 def with_xing_of(content: bytes, frames: int) -> bytes:

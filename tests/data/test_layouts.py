@@ -313,12 +313,6 @@ def test_an_unknown_transform_is_named() -> None:
         parse_clean("lower,upper")
 
 
-def write_files(folder, files):
-    for name, content in files.items():
-        (folder / name).write_text(content)
-    return folder
-
-
 KALDI = {"wav.scp": "u u.wav\n", "text": "u one\n"}
 
 
@@ -343,8 +337,10 @@ KALDI = {"wav.scp": "u u.wav\n", "text": "u one\n"}
 def test_malformed_folders(tmp_path, files, message):
     if "notes.md" not in files:
         write_tone(tmp_path / "u.wav", 1.0)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        read(write_files(tmp_path, files))
+        read(tmp_path)
 
 
 def test_linked_folders_are_entered_once(tmp_path):

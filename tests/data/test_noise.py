@@ -114,19 +114,15 @@ def test_a_room_keeps_length_loudness_and_time(seed: int) -> None:
     assert (response.values.dtype, response.delay) == (np.float32, 0)
     # As far away as a hall is long: all arrives half a second later.
     late = ImpulseResponse(np.append(np.zeros(8000, np.float32), response.values), 8000)
-    for room in (response, late, ImpulseResponse.of(_normalised(late.values))):
+    # A recording in which the direct sound is the loudest, upside down.
+    result = late.values.copy()
+    result[8000] *= -5
+    for room in (response, late, ImpulseResponse.of(result)):
         received = reverberate(speech, room)
         assert (len(received), received.dtype) == (len(speech), np.float32)
         assert decibels(mean_power(received) / mean_power(speech)) == pytest.approx(0, abs=0.01)
         spectra = np.fft.rfft(received, 2 * RATE) * np.conj(np.fft.rfft(speech, 2 * RATE))
         assert np.abs(np.fft.irfft(spectra)).argmax() == 0
-
-
-def _normalised(values: np.ndarray) -> np.ndarray:
-    """A recording in which the direct sound is the loudest, upside down."""
-    result = values.copy()
-    result[8000] *= -5
-    return result
 
 
 def test_silence_stays_silent_in_a_room() -> None:

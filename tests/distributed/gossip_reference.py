@@ -1,7 +1,5 @@
 """Learners whose device runs behind their host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +11,7 @@ from effasr.distributed.async_sgd.gossip.sockets import SocketTransport
 
 
 class DelayedCopyEvent:
-    def __init__(self, device: Device):
+    def __init__(self, device: "Device"):
         self._device = device
         self.completed = False
 

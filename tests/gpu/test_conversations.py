@@ -11,19 +11,6 @@ pytest.importorskip("transformers")
 LENGTHS = 40, 5, 32
 
 
-def _language_model():
-    from effasr.model.language_model.config import LanguageModelConfig
-    from effasr.model.language_model.model import LanguageModel
-
-    torch.manual_seed(0)
-    config = LanguageModelConfig(architecture=architecture("qwen3"), stack=1, weights="random")
-    model = LanguageModel(config, 8).eval()
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.data *= 3
-    return model
-
-
 def _logits(model, device: torch.device, *, paged: bool) -> list[torch.Tensor]:
     """Those of some steps of rows that are admitted, continued by several, and released."""
     draw = torch.Generator().manual_seed(1)
@@ -49,7 +36,15 @@ def _logits(model, device: torch.device, *, paged: bool) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def test_pages_hold_what_a_contiguous_cache_does(device: torch.device) -> None:
-    model = _language_model()
+    from effasr.model.language_model.config import LanguageModelConfig
+    from effasr.model.language_model.model import LanguageModel
+
+    torch.manual_seed(0)
+    config = LanguageModelConfig(architecture=architecture("qwen3"), stack=1, weights="random")
+    model = LanguageModel(config, 8).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 3
     expected = _logits(model, torch.device("cpu"), paged=False)
     found = _logits(model, device, paged=True)
     for one, other in zip(found, expected, strict=True):

@@ -280,16 +280,6 @@ def test_it_is_one_launch() -> None:
     assert [(x.kernel.fn.__name__, x.grid) for x in launches] == [("sum_rows", (63,))]
 
 
-def _of_a_layer(device: torch.device, narrow: torch.dtype) -> list[PartialSums]:
-    """Partial sums of 14 launches, more than one addition has, of several dtypes and sizes."""
-    with waiting() as found:
-        for number in range(7):
-            wide = torch.randint(-999, 999, (number * 30, 3, 41), device=device).float()
-            summed_parts(wide, torch.float32, narrow)
-            summed(torch.randint(-999, 999, (65, 7), device=device).float(), narrow)
-    return found
-
-
 def _with_rows(device: torch.device, dtype: torch.dtype) -> list[PartialSums]:
     """Tensors with many rows, few and none among partial sums, of which some are many, too."""
     with waiting() as found:
@@ -346,7 +336,13 @@ def test_tensors_of_two_dtypes_are_two_launches() -> None:
 
 def test_sums_of_a_layer_are_few_launches() -> None:
     with recording((9, 0)) as launches:
-        found = _of_a_layer(torch.device("cpu"), torch.bfloat16)
+        # Partial sums of 14 launches, more than one addition has, of several dtypes and sizes.
+        device = torch.device("cpu")
+        with waiting() as found:
+            for number in range(7):
+                wide = torch.randint(-999, 999, (number * 30, 3, 41), device=device).float()
+                summed_parts(wide, torch.float32, torch.bfloat16)
+                summed(torch.randint(-999, 999, (65, 7), device=device).float(), torch.bfloat16)
         assert launches == []
         sums_of_layer(found)
     assert [x.kernel.fn.__name__ for x in launches] == ["sum_segments"] * 2

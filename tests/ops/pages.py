@@ -1,7 +1,5 @@
 """Random keys and values in pages, for the tests of what reads and writes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,12 +29,12 @@ class Paged:
         """In order."""
         return self.q, self.k_pages, self.v_pages, self.page_table, self.lengths
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Paged:
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Paged":
         """The same elsewhere, floating tensors in another dtype."""
         floating, integers = self.arguments[:3], self.arguments[3:]
         return Paged(*(x.to(device, dtype) for x in floating), *(x.to(device) for x in integers))
 
-    def choose(self, sequences: list[int]) -> Paged:
+    def choose(self, sequences: list[int]) -> "Paged":
         """A batch of some of its sequences, in another order."""
         width = self.q.shape[0] // len(self.lengths)
         q = self.q.unflatten(0, (-1, width))[sequences].flatten(0, 1)

@@ -1,7 +1,5 @@
 """A decoder's step on CPUs (csrc/decoder_step_cpu.cpp), against sums in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -87,7 +85,7 @@ class Plain:
             activation=self.sizes.activation,
         )
 
-    def step(self, state: State, dtype: torch.dtype) -> Tensor:
+    def step(self, state: "State", dtype: torch.dtype) -> Tensor:
         """The output; keys and values are written to the caches of the state."""
         s, out = self.sizes, torch.zeros(len(state.tokens), self.sizes.width, dtype=dtype)
 
@@ -140,7 +138,7 @@ class State:
     hypotheses: int = 1
 
     @classmethod
-    def random(cls, sizes: Sizes, rows: int = 7, hypotheses: int = 1) -> State:
+    def random(cls, sizes: Sizes, rows: int = 7, hypotheses: int = 1) -> "State":
         sequences = rows // hypotheses
         pad = max(32, sizes.head_width)
         frames = [0, 48, 1, 17, 16, 33, 5][:sequences]
@@ -158,11 +156,11 @@ class State:
             cache[..., sizes.head_width :] = 0
         return state
 
-    def copy(self, dtype: torch.dtype = torch.float32) -> State:
+    def copy(self, dtype: torch.dtype = torch.float32) -> "State":
         caches = {"own": self.own.to(dtype, copy=True), "speech": self.speech.to(dtype)}
         return replace(self, positions=self.positions.clone(), **caches)
 
-    def only(self, row: int) -> State:
+    def only(self, row: int) -> "State":
         """A state of one of the rows; without hypotheses."""
         assert self.hypotheses == 1
         one = slice(row, row + 1)

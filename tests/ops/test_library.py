@@ -3,8 +3,6 @@
 The calls are the examples of each operation's definition.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -62,7 +60,7 @@ class Call:
     named: dict[str, Tensor]  # by the argument; those in a position by a number
 
     @classmethod
-    def from_name(cls, name: str) -> Call:
+    def from_name(cls, name: str) -> "Call":
         op, example = EXAMPLES[name]
         inputs = _Inputs()
         arguments = example.arguments(inputs)

@@ -17,12 +17,6 @@ MEMORY_BYTES = 1 << 30
 """Memory that reading one input may take, beside what the process has when all is imported."""
 
 
-def _limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-
-
 def _reset_peak() -> int:
     """Begin to measure the peak of resident memory; return what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -73,7 +67,9 @@ def main() -> None:
             outcome, limited = _outcome(name, folder), False
         else:
             if not limited:
-                _limit_memory()
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                limit = pages * resource.getpagesize() + MEMORY_BYTES
+                resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
                 limited = True
             before = _reset_peak()
             outcome = _outcome(name, folder)

@@ -65,7 +65,16 @@ def resources_of(launch: Launch, architecture: int) -> Resources:
     """Compile for ``sm_<architecture>``, such as 80, 90 or 100."""
     compiled = aot.compile_launch(launch, architecture)
     ptx = compiled.asm["ptx"]
-    registers, stack, static = _usage(compiled.asm["cubin"])
+    # Registers, stack and static shared memory, from cuobjdump -res-usage.
+    tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        printed = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", printed)}
+    registers, stack, static = usage["REG"], usage["STACK"], usage["SHARED"]
     return Resources(
         registers=registers,
         stack=stack,
@@ -75,16 +84,3 @@ def resources_of(launch: Launch, architecture: int) -> Resources:
         ttgir=compiled.asm["ttgir"],
         ptx=ptx,
     )
-
-
-def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack and static shared memory, from ``cuobjdump -res-usage``."""
-    tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        printed = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", printed)}
-    return usage["REG"], usage["STACK"], usage["SHARED"]

@@ -60,15 +60,6 @@ def ignored_targets(length: int, classes: int) -> Tensor:
     return targets.masked_fill(torch.rand(length) < 0.3, -100)
 
 
-def batch_statistics(x: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of the real rows, 0 without one."""
-    real = torch.where(layout.mask()[:, None], x.detach(), 0).to(wide_dtype(x))
-    count = layout.cu_seqlens[-1].clamp(min=1)
-    mean = real.sum(0) / count
-    away = torch.where(layout.mask()[:, None], real - mean, 0)
-    return mean, away.square().sum(0) / count
-
-
 def rms_norm(lengths, width=12, *, offset=0, frozen=False, wide=False):
     weight = draw(width)
 
@@ -124,7 +115,12 @@ def batch_norm(lengths, channels=3, *, silu=True, fixed=False, wide=False, shift
 
     def run(packed: Packed, shared: Shared, backend: str | None) -> Tensor:
         x, layout = packed["x"].values, packed["x"].layout
-        statistics = batch_statistics(x, layout)
+        # Mean and biased variance of the real rows, 0 without one.
+        real = torch.where(layout.mask()[:, None], x.detach(), 0).to(wide_dtype(x))
+        count = layout.cu_seqlens[-1].clamp(min=1)
+        mean = real.sum(0) / count
+        away = torch.where(layout.mask()[:, None], real - mean, 0)
+        statistics = mean, away.square().sum(0) / count
         if fixed:
             statistics = tuple(y.to(x.device) for y in provided)
         parameters = shared["weight"], shared["bias"]

@@ -64,13 +64,10 @@ def _chosen_by_folder(cases: list[pytest.Function]) -> list[pytest.Function]:
 def _has(case: pytest.Function, values: Mapping[str, Any]) -> bool:
     parameters = case.callspec.params
     return all(
-        name in parameters and any(_same(parameters[name], x) for x in _listed(value))
+        name in parameters
+        and any(_same(parameters[name], x) for x in (value if isinstance(value, list) else [value]))
         for name, value in values.items()
     )
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -14,7 +14,6 @@ from effasr.model.asr import Durations
 from effasr.transcription.inputs import vad
 from effasr.transcription.inputs.chunking import cut_at_pauses, speech_chunks
 from effasr.transcription.inputs.vad import Detectors, LoudnessDetector, SileroDetector
-from effasr.transcription.results import Transcription
 from effasr.transcription.transcribe import Waveform, transcribe
 
 RATE = 16_000
@@ -127,7 +126,6 @@ def test_ends_of_a_recording_are_trimmed(gap, pad, db, model, tokenizer, all_is_
     audio += background(len(audio) / RATE, db)
     config = DecodingConfig(gap_seconds=gap, method="ctc")
     (result,) = transcribe(model, tokenizer, [Waveform("x", audio, RATE)], config=config)
-    assert isinstance(result, Transcription)
     (segment,) = result.segments
     margin = 0.1 if db > -60 else 0.0  # nothing stays of what is far quieter than all speech
     expected = pad - margin, pad + 3.0 + margin
@@ -135,7 +133,6 @@ def test_ends_of_a_recording_are_trimmed(gap, pad, db, model, tokenizer, all_is_
     part = audio[round(segment.start * RATE) : round(segment.end * RATE)]
     all_is_speech()
     (alone,) = transcribe(model, tokenizer, [Waveform("x", part, RATE)], config=config)
-    assert isinstance(alone, Transcription)
     assert result.text == alone.text
 
 
@@ -158,7 +155,6 @@ def test_chunks_are_as_long_as_training_utterances(model, tokenizer, monkeypatch
     def lengths(**options: float) -> list[float]:
         config = DecodingConfig(method="ctc", **options)
         (result,) = transcribe(model, tokenizer, [Waveform("x", audio, RATE)], config=config)
-        assert isinstance(result, Transcription)
         return [segment.end - segment.start for segment in result.segments]
 
     assert lengths() == pytest.approx([10.0], abs=0.2)
@@ -277,8 +273,6 @@ def test_silence_gives_no_segment_and_no_text(model, tokenizer, noise) -> None:
     audio = np.concatenate([quiet, noise(2.0), quiet, noise(2.0, 1), quiet])
     sources = [Waveform("gaps", audio, RATE), Waveform("silent", quiet, RATE)]
     gaps, silent = transcribe(model, tokenizer, sources)
-    assert isinstance(gaps, Transcription)
-    assert isinstance(silent, Transcription)
     assert (silent.text, silent.segments, silent.duration) == ("", (), 20.0)
     assert gaps.duration == 64.0
     times = [(segment.start, segment.end) for segment in gaps.segments]
@@ -287,7 +281,6 @@ def test_silence_gives_no_segment_and_no_text(model, tokenizer, noise) -> None:
     assert gaps.as_row()["vad"] == "loudness"
     everything = DecodingConfig(gap_seconds=None)
     _, received = transcribe(model, tokenizer, sources, config=everything)
-    assert isinstance(received, Transcription)
     assert received.segments[0].end == 20.0
     assert received.text
 
@@ -307,11 +300,6 @@ def test_a_short_recording_without_detected_speech_is_decoded_if_it_is_audible(s
 def split_at_pauses(audio, sample_rate, **limits):
     pairs = cut_at_pauses([audio], sample_rate, total=len(audio), **limits)
     return [chunk for chunk, _ in pairs]
-
-
-def _noise(seconds: float, seed: int = 0) -> np.ndarray:
-    samples = np.random.default_rng(seed).standard_normal(int(seconds * RATE))
-    return (0.1 * samples).astype(np.float32)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -344,7 +332,7 @@ def test_two_cuts_that_may_move_to_one_pause_do_not_meet_there() -> None:
 
 
 def test_cuts_fall_into_pauses() -> None:
-    audio = _noise(55.0)
+    audio = background(55.0, -20, 0)
     pauses = [(8.7, 9.1), (17.0, 17.4), (26.3, 26.9), (36.0, 36.4), (45.8, 46.2)]
     for begin, end in pauses:
         audio[int(begin * RATE) : int(end * RATE)] *= 0.01
@@ -356,7 +344,7 @@ def test_cuts_fall_into_pauses() -> None:
 
 
 def test_a_loud_click_does_not_hide_the_quieter_of_two_pauses() -> None:
-    audio = _noise(15.0)
+    audio = background(15.0, -20, 0)
     audio[int(7.0 * RATE) : int(7.3 * RATE)] *= 0.05
     audio[int(8.0 * RATE) : int(8.3 * RATE)] *= 0.01
     audio[int(7.5 * RATE)] = 1e4
@@ -371,7 +359,7 @@ def test_in_digital_silence_the_parts_are_equal() -> None:
 
 
 def test_no_chunk_is_a_remainder_of_a_moment() -> None:
-    chunks = split_at_pauses(_noise(30.1), RATE, chunk_seconds=30.0, search_seconds=3.0)
+    chunks = split_at_pauses(background(30.1, -20, 0), RATE, chunk_seconds=30.0, search_seconds=3.0)
     assert min(chunk.end - chunk.start for chunk in chunks) > 10 * RATE
 
 
@@ -385,4 +373,4 @@ def test_no_chunk_is_a_remainder_of_a_moment() -> None:
 )
 def test_senseless_lengths_are_refused(arguments, match) -> None:
     with pytest.raises(ValueError, match=match):
-        split_at_pauses(_noise(1.0), RATE, **arguments)
+        split_at_pauses(background(1.0, -20, 0), RATE, **arguments)

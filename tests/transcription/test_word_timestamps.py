@@ -170,8 +170,9 @@ def test_a_name_that_is_too_long_for_a_file_counts_as_missing(tmp_path) -> None:
     assert writer.missing([there, long]) == [long]
 
 
-def growing() -> Transcription:
-    """What is said with times, without, not at all, and with more than a line has."""
+@pytest.mark.parametrize(("style", "whole"), [("srt", srt), ("vtt", vtt), ("ctm", ctm)])
+def test_a_file_that_grows_is_whole_after_each_segment(style, whole) -> None:
+    # What is said with times, without, not at all, and with more than a line has.
     timed = tuple(Word(f"w{i}", i * 0.7, i * 0.7 + 0.5) for i in range(12))
     segments = (
         Segment(0.0, 9.0, " ".join(word.text for word in timed), words=timed),
@@ -179,12 +180,7 @@ def growing() -> Transcription:
         Segment(10.0, 11.0, "two\n\n1 --> 2\nlines"),
         Segment(12.0, 13.0, "< &", words=None),
     )
-    return Transcription("stream", 13.0, " ".join(item.text for item in segments), segments)
-
-
-@pytest.mark.parametrize(("style", "whole"), [("srt", srt), ("vtt", vtt), ("ctm", ctm)])
-def test_a_file_that_grows_is_whole_after_each_segment(style, whole) -> None:
-    item = growing()
+    item = Transcription("stream", 13.0, " ".join(item.text for item in segments), segments)
     file = GrowingFile(style, "stream")
     text = file.header
     for count, segment in enumerate(item.segments, 1):

@@ -47,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
         for name in config.recipes():
             print_line(describe(name))
         return 0
-    recipe = _known(action, recipe)
+    if recipe is None or recipe not in config.recipes():
+        names = ", ".join(config.recipes())
+        problem = "is missing" if recipe is None else f"is {recipe!r}"
+        raise ValueError(f"`RECIPE` must be one of {names} for {action}, but {problem}.")
     if action == "show":
         print_line(read(recipe))
     else:
@@ -80,11 +83,3 @@ def describe(recipe: str) -> str:
 
 def read(recipe: str) -> str:
     return (config.RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
-
-
-def _known(action: str, recipe: str | None) -> str:
-    if recipe is None or recipe not in config.recipes():
-        names = ", ".join(config.recipes())
-        problem = "is missing" if recipe is None else f"is {recipe!r}"
-        raise ValueError(f"`RECIPE` must be one of {names} for {action}, but {problem}.")
-    return recipe

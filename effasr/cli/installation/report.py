@@ -240,10 +240,17 @@ def recipe_rows(recipe: str | None, overrides: Sequence[str]) -> list[Row]:
             "training.strategy": config.training.strategy,
             "data.frame_budget": str(config.data.frame_budget),
         }
+    # Several ranks, as fsdp2 differs from the other strategies only there.
+    reason = reason_for_autocast(config, device, 2)
+    requested = config.training.bfloat16_weights
+    if requested == "auto":
+        value, note = ("yes", "") if reason is None else ("no", reason)
+    else:
+        value, note = ("yes" if requested else "no"), "as the recipe says"
     rows = [
         Row(section, "training.precision", precision, "of matrix products"),
         _graph(config, section, device),
-        _casts(config, section, device),
+        Row(section, "training.bfloat16_weights", value, note),
     ]
     rows += [Row(section, name, value, "") for name, value in values.items()]
     if config.model.language_model is not None:
@@ -298,14 +305,3 @@ def _graph(config: TrainConfig, section: str, device: torch.device) -> Row:
     elif requested is False and not reasons_against:
         reasons = "possible, but turned off"
     return Row(section, "training.cuda_graph", value, reasons)
-
-
-def _casts(config: TrainConfig, section: str, device: torch.device) -> Row:
-    # Several ranks, as fsdp2 differs from the other strategies only there.
-    reason = reason_for_autocast(config, device, 2)
-    requested = config.training.bfloat16_weights
-    if requested == "auto":
-        value, note = ("yes", "") if reason is None else ("no", reason)
-    else:
-        value, note = ("yes" if requested else "no"), "as the recipe says"
-    return Row(section, "training.bfloat16_weights", value, note)

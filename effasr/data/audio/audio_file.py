@@ -230,7 +230,12 @@ def open_audio(path: str | Path | Embedded, *, thorough: bool = True) -> AudioFi
     """Open a file whose header can be believed, or was corrected; see `containers.examine`."""
     file: Any
     if isinstance(path, Embedded):
-        file = _bytes_of(path)
+        try:
+            file = io.BytesIO(path.read())
+        except OSError as error:
+            raise AudioError(AudioProblem.MISSING, f"{path}: {one_line(error)}") from error
+        except ValueError as error:
+            raise AudioError(AudioProblem.UNREADABLE, one_line(error)) from error
         size, status = file.getbuffer().nbytes, None
     else:
         status = _regular_file(path)
@@ -325,15 +330,6 @@ def _regular_file(path: str | Path) -> os.stat_result:
     if result.st_size == 0:
         raise AudioError(AudioProblem.EMPTY, f"{path}: the file is empty.")
     return result
-
-
-def _bytes_of(member: Embedded) -> io.BytesIO:
-    try:
-        return io.BytesIO(member.read())
-    except OSError as error:
-        raise AudioError(AudioProblem.MISSING, f"{member}: {one_line(error)}") from error
-    except ValueError as error:
-        raise AudioError(AudioProblem.UNREADABLE, one_line(error)) from error
 
 
 def _open(file: Any, path: str | Path | Embedded, layout: Layout) -> soundfile.SoundFile:

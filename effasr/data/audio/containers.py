@@ -174,32 +174,30 @@ def examine(file: BinaryIO, *, thorough: bool = True) -> Layout:
     """
     data = Bytes(file)
     try:
-        return _examine(data, thorough=thorough)
+        start = _skip_id3(data, 0)
+        head = data.at(start, 40)
+        if head.startswith(b"OggS"):
+            return _ogg(data, start)
+        if head.startswith(b"fLaC"):
+            return _flac(data, start, thorough=thorough)
+        if head[:4] in (b"RIFF", b"RF64", b"BW64") and head[8:12] == b"WAVE":
+            return _wave(data) if start == 0 else _behind(data, start, _wave)
+        if start == 0:
+            if head[:16] == _W64_RIFF and head[24:40] == _W64_WAVE:
+                return _w64(data)
+            if head.startswith(b"FORM") and head[8:12] in (b"AIFF", b"AIFC"):
+                return _aiff(data)
+            if head.startswith(b".snd"):
+                start, claimed = struct.unpack(">II", data.at(4, 8))
+                unknown = claimed == 0xFFFF_FFFF
+                return _claimed(data, start, claimed, unknown=unknown, to_end=((8, b"\xff" * 4),))
+            if head.startswith(b"NIST_1A"):
+                return _sphere(data)
+            if head.startswith(b"caff"):
+                return _caf(data)
+        return _mpeg(data, start)
     except (struct.error, IndexError):  # a header ends early: libsndfile says so
         return Layout()
-
-
-def _examine(data: Bytes, *, thorough: bool) -> Layout:
-    start = _skip_id3(data, 0)
-    head = data.at(start, 40)
-    if head.startswith(b"OggS"):
-        return _ogg(data, start)
-    if head.startswith(b"fLaC"):
-        return _flac(data, start, thorough=thorough)
-    if head[:4] in (b"RIFF", b"RF64", b"BW64") and head[8:12] == b"WAVE":
-        return _wave(data) if start == 0 else _behind(data, start, _wave)
-    if start == 0:
-        if head[:16] == _W64_RIFF and head[24:40] == _W64_WAVE:
-            return _w64(data)
-        if head.startswith(b"FORM") and head[8:12] in (b"AIFF", b"AIFC"):
-            return _aiff(data)
-        if head.startswith(b".snd"):
-            return _au(data)
-        if head.startswith(b"NIST_1A"):
-            return _sphere(data)
-        if head.startswith(b"caff"):
-            return _caf(data)
-    return _mpeg(data, start)
 
 
 # RIFF, RF64, W64, AIFF, AU, SPHERE, CAF: a header has the size of the audio.
@@ -281,7 +279,9 @@ def _wave(data: Bytes) -> Layout:
             unknown = large >= 1 << 62
             return _claimed(data, start, large, unknown=unknown, to_end=((large_at, size),))
         if length < _UNKNOWN_SIZE and data.at(end, 4) == b"RIFF" and data.at(end + 8, 4) == b"WAVE":
-            return _joined(data, end, _wave)
+            # The file ends here, where another one of the kind begins.
+            layout = _behind(data, end, _wave)
+            return replace(layout, parts=((range(end),), *layout.parts))
         if length == 0 and start < data.size and _is_chunk(data, start):
             return Layout()
         size = min(data.size - start, 0xFFFF_FFFE)
@@ -321,12 +321,6 @@ def _goes_on(data: Bytes, start: int, coding: bytes, length: int) -> bool:
 
 
 _LOUDEST_SPEECH = 0.4  # of full scale: white noise has 0.58, text in ASCII more
-
-
-def _joined(data: Bytes, second: int, walk: Callable[[Bytes], Layout]) -> Layout:
-    """Return the layout of a file that ends at ``second``, where another one of the kind begins."""
-    layout = _behind(data, second, walk)
-    return replace(layout, parts=((range(second),), *layout.parts))
 
 
 def _behind(data: Bytes, start: int, walk: Callable[[Bytes], Layout]) -> Layout:
@@ -384,12 +378,6 @@ def _aiff(data: Bytes) -> Layout:
             layout = _claimed(data, begin, claimed, unknown=length == 2**32 - 1, to_end=to_end)
             return _without_chunks(data, layout, start + length + length % 2)
     return Layout()
-
-
-def _au(data: Bytes) -> Layout:
-    start, claimed = struct.unpack(">II", data.at(4, 8))
-    unknown = claimed == 0xFFFF_FFFF
-    return _claimed(data, start, claimed, unknown=unknown, to_end=((8, b"\xff" * 4),))
 
 
 def _sphere(data: Bytes) -> Layout:

@@ -35,7 +35,16 @@ def check_content(
     part = part or AudioSegment.of(cut)
     audio = load_audio(part or cut, file=file)
     if part is not None and len(part.channels) > 1:
-        _check_channels(cut.id, part, audio)
+        # Check that the mean of the channels, which is trained on, is not far weaker than each.
+        powers = channel_powers(part)
+        loudest = int(np.argmax(powers))
+        if _is_cancelled(powers, _power(audio)):
+            raise AudioError(
+                AudioProblem.ANTIPHASE,
+                f"{cut.id}: the channels are in antiphase, so their mean is nearly silent: name "
+                f"one of them, such as `channel` {part.channels[loudest]} in the manifest, or let "
+                "`effasr prepare --channel loudest` choose.",
+            )
     loud = 0
     for begin in range(0, len(audio), _STEP):  # speech is loud in the first of them
         loud += np.count_nonzero(frame_powers(audio[begin : begin + _STEP]) > _SILENCE)
@@ -69,19 +78,6 @@ def frame_powers(audio: np.ndarray) -> np.ndarray:
 
 def channel_powers(part: AudioSegment) -> list[float]:
     return [_power(load_audio(replace(part, channels=(channel,)))) for channel in part.channels]
-
-
-def _check_channels(name: str, part: AudioSegment, mean: np.ndarray) -> None:
-    """Check that the mean of the channels, which is trained on, is not far weaker than each."""
-    powers = channel_powers(part)
-    loudest = int(np.argmax(powers))
-    if _is_cancelled(powers, _power(mean)):
-        raise AudioError(
-            AudioProblem.ANTIPHASE,
-            f"{name}: the channels are in antiphase, so their mean is nearly silent: name one of "
-            f"them, such as `channel` {part.channels[loudest]} in the manifest, or let `effasr "
-            "prepare --channel loudest` choose.",
-        )
 
 
 def _is_cancelled(powers: Sequence[float], mean: float) -> bool:

@@ -4,8 +4,6 @@ A row group of a Parquet file can only be decoded as a whole: the last ones stay
 files are mapped into memory.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -37,7 +35,7 @@ class TableRow:
         return f"{self.path}[row {self.row}, column {self.column}]"
 
     @classmethod
-    def parse(cls, text: str) -> TableRow | None:
+    def parse(cls, text: str) -> "TableRow | None":
         """Return the inverse of ``str``; None where the text is no such place."""
         result = _TABLE_ROW.fullmatch(text)
         return result and cls(result[1], int(result[2]), int(result[3]))
@@ -72,7 +70,7 @@ class Table:
     problem: str | None = None  # what is wrong behind the last block
     decoded_bytes = 0  # of the largest block, where one is decoded whole to read a row of it
 
-    def __init__(self, schema: pa.Schema, sizes: Sequence[int]) -> None:
+    def __init__(self, schema: "pa.Schema", sizes: Sequence[int]) -> None:
         self.schema = schema
         self._starts = [0, *accumulate(sizes)]
 
@@ -80,7 +78,7 @@ class Table:
     def rows(self) -> int:
         return self._starts[-1]
 
-    def block(self, number: int, columns: Sequence[str]) -> pa.Table:
+    def block(self, number: int, columns: Sequence[str]) -> "pa.Table":
         raise NotImplementedError
 
     def has_all(self, number: int, leaf: str) -> bool:
@@ -109,7 +107,7 @@ class _Parquet(Table):
         self.decoded_bytes = max((group.total_byte_size for group in self._groups), default=0)
         super().__init__(self._file.schema_arrow, [group.num_rows for group in self._groups])
 
-    def block(self, number: int, columns: Sequence[str]) -> pa.Table:
+    def block(self, number: int, columns: Sequence[str]) -> "pa.Table":
         return self._file.read_row_group(number, columns=list(columns), use_threads=False)
 
     def has_all(self, number: int, leaf: str) -> bool:
@@ -142,7 +140,7 @@ class _Arrow(Table):
             self.problem = f"cannot be read to its end: {' '.join(str(error).split())}"
         super().__init__(reader.schema, [batch.num_rows for batch in self._batches])
 
-    def block(self, number: int, columns: Sequence[str]) -> pa.Table:
+    def block(self, number: int, columns: Sequence[str]) -> "pa.Table":
         import pyarrow as pa
 
         names = [name for name in columns if name in self.schema.names]
@@ -171,7 +169,7 @@ class _Cache:
         self._tables: OrderedDict[tuple[object, ...], Table] = OrderedDict()
         self._columns: OrderedDict[tuple[object, ...], pa.ChunkedArray] = OrderedDict()
 
-    def value(self, place: TableRow) -> pa.Scalar:
+    def value(self, place: TableRow) -> "pa.Scalar":
         status = os.stat(place.path)
         key = (place.path, status.st_size, status.st_mtime_ns)
         with self._lock:

@@ -4,9 +4,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
+from lhotse.cut import Cut
 
 from effasr.checks import check
 from effasr.data.audio.audio_file import AudioError
@@ -48,10 +49,6 @@ from effasr.data.sampling.packing import suggest_token_budget, with_sequences
 from effasr.data.sampling.plan import UtteranceLengths
 from effasr.data.sampling.population import Population, even_population, mean_epoch
 from effasr.data.tokenizer.chat import ChatTokenizer
-
-if TYPE_CHECKING:
-    from lhotse.cut import Cut
-
 
 # Shapes of batches of conversations, and epochs of mixed ones that fill whole steps.
 
@@ -340,7 +337,7 @@ class _Builder:
                 seconds = sum(cut.duration for cut in speech)
                 self.dropped.append(Dropped(name, error.reason, str(error), audio, seconds))
 
-    def _add(self, name: str, cuts: "Sequence[Cut]", coded: np.ndarray, source: int) -> None:
+    def _add(self, name: str, cuts: Sequence[Cut], coded: np.ndarray, source: int) -> None:
         samples = [samples_in(cut.duration) for cut in cuts]
         frames = [self.framing.frames(count) for count in samples]
         rows = num_rows(coded, [-(-count // self.stack) for count in frames])
@@ -359,7 +356,7 @@ class _Builder:
         self.sources.append(source)
 
     def _check(
-        self, cuts: "Sequence[Cut]", frames: Sequence[int], coded: np.ndarray, rows: int
+        self, cuts: Sequence[Cut], frames: Sequence[int], coded: np.ndarray, rows: int
     ) -> None:
         for cut in cuts:
             require(DURATION_RULES, Lengths(cut.duration), self.limits)

@@ -118,27 +118,24 @@ def conversations(path: str | Path) -> Iterator[Conversation]:
         try:
             if name in names:
                 raise _malformed(f"`id` {name!r} is that of an earlier line")
-            messages = _messages(row)
+            if "conversations" in row.values and "messages" not in row.values:
+                messages = _nemo(row)
+            elif "messages" in row.values:
+                messages = _hugging_face(row)
+            else:
+                raise _malformed("`messages` is missing")
+            check_turns(messages)
+            if messages[-1].role != "assistant":
+                role = messages[-1].role
+                raise RejectedUtterance(
+                    Reason.ROLES, f"the last turn is of {role}, not of assistant"
+                )
         except RejectedUtterance as error:
             problem = error
         except RowError as error:
             problem = _malformed(error.reason)
         names.add(name)
         yield Conversation(name, row.origin, messages, problem)
-
-
-def _messages(row: ManifestRow) -> tuple[Message, ...]:
-    if "conversations" in row.values and "messages" not in row.values:
-        messages = _nemo(row)
-    elif "messages" in row.values:
-        messages = _hugging_face(row)
-    else:
-        raise _malformed("`messages` is missing")
-    check_turns(messages)
-    if messages[-1].role != "assistant":
-        role = messages[-1].role
-        raise RejectedUtterance(Reason.ROLES, f"the last turn is of {role}, not of assistant")
-    return messages
 
 
 def check_turns(messages: Sequence[Message]) -> None:

@@ -100,21 +100,17 @@ def _targets(written: str, tokenizer: ChatTokenizer) -> list[int]:
 
 def _render(messages: Sequence[Message], tokenizer: ChatTokenizer, *, asks: bool) -> str:
     try:
-        return tokenizer.render(_turns(messages), asks=asks)
+        turns = []
+        for message in messages:
+            if any(isinstance(part, str) and _MARK in part for part in message.parts):
+                raise RejectedUtterance(
+                    Reason.MESSAGE, f"a text must not have the private character {_MARK!a}"
+                )
+            content = "".join(part if isinstance(part, str) else _MARK for part in message.parts)
+            turns.append({"role": message.role, "content": content})
+        return tokenizer.render(turns, asks=asks)
     except TemplateError as error:
         raise RejectedUtterance(Reason.CHAT_TEMPLATE, str(error)) from error
-
-
-def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    turns = []
-    for message in messages:
-        if any(isinstance(part, str) and _MARK in part for part in message.parts):
-            raise RejectedUtterance(
-                Reason.MESSAGE, f"a text must not have the private character {_MARK!a}"
-            )
-        content = "".join(part if isinstance(part, str) else _MARK for part in message.parts)
-        turns.append({"role": message.role, "content": content})
-    return turns
 
 
 def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:

@@ -66,7 +66,8 @@ def build(
             raise ValueError(f"demo corpus: `{name}` must be at least {least}, but is {value}")
     root = Path(out)
     recordings = plan(multilingual=multilingual, utterances=utterances, seed=seed)
-    fingerprint = _fingerprint(recordings)
+    planned = json.dumps([_VERSION, SAMPLE_RATE, [asdict(item) for item in recordings]])
+    fingerprint = hashlib.sha256(planned.encode()).hexdigest()
     state = _read_state(root)
     if state.get("fingerprint") == fingerprint and _is_whole(root, state):
         return _corpus(root, state)
@@ -77,7 +78,12 @@ def build(
         )
     root.mkdir(parents=True, exist_ok=True)
     with writing_alone(root), naming_errors(root):
-        _clear(root)
+        # Remove the files of an earlier build, and nothing else.
+        for split in SPLITS:
+            (root / f"{split}.jsonl").unlink(missing_ok=True)
+            if (root / split).exists():
+                shutil.rmtree(root / split)
+            (root / split / "audio").mkdir(parents=True)
         _write_json(root / _STATE, {"fingerprint": fingerprint, "complete": False})
         lengths = render_all(root, recordings, jobs, progress)
         state = {"fingerprint": fingerprint, "complete": True}
@@ -107,11 +113,6 @@ def manifest_rows(recording: Recording, duration: float) -> list[dict[str, str |
     return rows
 
 
-def _fingerprint(recordings: Sequence[Recording]) -> str:
-    planned = json.dumps([_VERSION, SAMPLE_RATE, [asdict(item) for item in recordings]])
-    return hashlib.sha256(planned.encode()).hexdigest()
-
-
 def _read_state(root: Path) -> dict:
     """Return the state file; empty for a new or empty folder."""
     try:
@@ -138,15 +139,6 @@ def _is_whole(root: Path, state: dict) -> bool:
         and len(os.listdir(root / split / "audio")) == state["statistics"][split]["recordings"]
         for split in SPLITS
     )
-
-
-def _clear(root: Path) -> None:
-    """Remove the files of an earlier build, and nothing else."""
-    for split in SPLITS:
-        (root / f"{split}.jsonl").unlink(missing_ok=True)
-        if (root / split).exists():
-            shutil.rmtree(root / split)
-        (root / split / "audio").mkdir(parents=True)
 
 
 def _write_json(path: Path, content: dict) -> None:

@@ -244,19 +244,14 @@ def plan(*, multilingual: bool, utterances: int, seed: int) -> list[Recording]:
         for language in grammar.languages:
             share = count // len(grammar.languages)
             rng = random.Random(f"{seed}/{split}/{language}")
-            sentences = _sentences(grammar, split, share, rng)
+            # Digit strings and commands by turns, all of the split; short ones recur, as in speech.
+            sentences: list[Sentence] = []
+            while len(sentences) < share:
+                sentence = grammar.command(rng) if len(sentences) % 2 else grammar.digits(rng)
+                if sentence.split() == split:
+                    sentences.append(sentence)
             recordings += _cast(sentences, split, language, rng, first=len(recordings))
     return recordings
-
-
-def _sentences(grammar: Grammar, split: str, count: int, rng: random.Random) -> list[Sentence]:
-    """Digit strings and commands by turns, all of the split; short ones recur, as in speech."""
-    chosen: list[Sentence] = []
-    while len(chosen) < count:
-        sentence = grammar.command(rng) if len(chosen) % 2 else grammar.digits(rng)
-        if sentence.split() == split:
-            chosen.append(sentence)
-    return chosen
 
 
 def _cast(

@@ -80,7 +80,14 @@ class FeatureConfig:
                 f"silence after an utterance, but is {self.minimum_s}."
             )
         if self.kind == "waveform":
-            self._check_waveform()
+            hop, window = (384, 895) if self.hop == 384 else (320, 400)
+            for name, only in (("subsampling", 1), ("hop", hop), ("window", window)):
+                if (value := getattr(self, name)) not in (only, None):
+                    raise ValueError(
+                        f"`{name}` must be {only} for features of kind waveform, but is {value}: "
+                        "those are the strides and the reach of the encoder's convolutions (384 "
+                        "and 895 of a Moonshine)."
+                    )
             return
         rule = f"be at most n_fft = {self.n_fft}"
         check(self.window <= self.n_fft, "window", rule, self.window, "raise `n_fft`")
@@ -91,25 +98,12 @@ class FeatureConfig:
         check(self.window <= most * self.hop, "window", rule, self.window, "raise `hop`")
         check(0 <= self.preemphasis <= 1, "preemphasis", "be in [0, 1]", self.preemphasis)
         if self.kind == "whisper":
-            self._check_whisper()
-
-    def _check_whisper(self) -> None:
-        for name, only in (("preemphasis", 0.0), ("normalize", False), ("window", self.n_fft)):
-            rule = f"be {only} for features of kind whisper"
-            remedy = (
-                "Whisper's have `n_fft` and `window` 400, `preemphasis` 0 and `normalize` false"
-            )
-            check(getattr(self, name) == only, name, rule, getattr(self, name), remedy)
-
-    def _check_waveform(self) -> None:
-        hop, window = (384, 895) if self.hop == 384 else (320, 400)
-        for name, only in (("subsampling", 1), ("hop", hop), ("window", window)):
-            if (value := getattr(self, name)) not in (only, None):
-                raise ValueError(
-                    f"`{name}` must be {only} for features of kind waveform, but is {value}: those "
-                    "are the strides and the reach of the encoder's convolutions (384 and 895 of a "
-                    "Moonshine)."
+            for name, only in (("preemphasis", 0.0), ("normalize", False), ("window", self.n_fft)):
+                rule = f"be {only} for features of kind whisper"
+                remedy = (
+                    "Whisper's have `n_fft` and `window` 400, `preemphasis` 0 and `normalize` false"
                 )
+                check(getattr(self, name) == only, name, rule, getattr(self, name), remedy)
 
     @property
     def rows_per_frame(self) -> int:

@@ -58,12 +58,7 @@ class Samples(nn.Module):
         if self.config.normalize:
             count = lengths.clamp(min=1)
             mean = segment_sum(values.sum(1), slots) / count
-            values = (values - _of_slots(mean, ids)).masked_fill_(outside, 0.0)
+            values = (values - F.pad(mean, (0, 1))[ids][:, None]).masked_fill_(outside, 0.0)
             variance = segment_sum(values.square().sum(1), slots) / count
-            values *= (_of_slots(variance, ids) + self.config.epsilon).rsqrt()
+            values *= (F.pad(variance, (0, 1))[ids][:, None] + self.config.epsilon).rsqrt()
         return SampleFrames(values, frames, lengths, spare)
-
-
-def _of_slots(values: Tensor, ids: Tensor) -> Tensor:
-    """Give each slot the value of its utterance: (N,) to (slots, 1)."""
-    return F.pad(values, (0, 1))[ids][:, None]

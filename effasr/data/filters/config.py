@@ -59,19 +59,16 @@ class Limits:
         ):
             value = getattr(self, name)
             check(value is None or value > 0, name, "be greater than 0", value)
-        _check_speeds(self.speed_perturbation)
-
-
-def _check_speeds(speeds: tuple[float, ...]) -> None:
-    problem = None
-    if not 0 < len(speeds) <= _MOST_SPEEDS:
-        problem = f"be one to {_MOST_SPEEDS} numbers, but are {len(speeds)}"
-    elif outside := [speed for speed in speeds if not _SLOWEST <= speed <= _FASTEST]:
-        problem = f"lie from {_SLOWEST:g} to {_FASTEST:g}, but one is {outside[0]:g}"
-    elif len(set(speeds)) < len(speeds):
-        problem = f"differ from each other, but are {list(speeds)}"
-    if problem:
-        raise ValueError(f"`speed_perturbation` must {problem}: [0.9, 1.0, 1.1] is usual.")
+        speeds = self.speed_perturbation
+        problem = None
+        if not 0 < len(speeds) <= _MOST_SPEEDS:
+            problem = f"be one to {_MOST_SPEEDS} numbers, but are {len(speeds)}"
+        elif outside := [speed for speed in speeds if not _SLOWEST <= speed <= _FASTEST]:
+            problem = f"lie from {_SLOWEST:g} to {_FASTEST:g}, but one is {outside[0]:g}"
+        elif len(set(speeds)) < len(speeds):
+            problem = f"differ from each other, but are {list(speeds)}"
+        if problem:
+            raise ValueError(f"`speed_perturbation` must {problem}: [0.9, 1.0, 1.1] is usual.")
 
 
 _SHOWN = 3

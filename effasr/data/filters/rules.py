@@ -1,7 +1,5 @@
 """Rules for which utterances can be trained on: each compares a length with a limit."""
 
-from __future__ import annotations
-
 import enum
 import re
 import zlib
@@ -170,7 +168,7 @@ UNTRANSCRIBED = TokenizedText([], [], monotonic=True, unknown=0)
 """Placeholder for an utterance without a transcript."""
 
 
-def tokenize(cut: Cut, tokenizer: Tokenizer, limits: Limits | None = None) -> TokenizedText:
+def tokenize(cut: "Cut", tokenizer: Tokenizer, limits: Limits | None = None) -> TokenizedText:
     """Return token ids of a cut's prompt and text; raises UnknownLanguageError."""
     prompt = prompt_of(cut)
     ids = tokenizer.prompt(prompt)
@@ -188,7 +186,7 @@ def tokenize(cut: Cut, tokenizer: Tokenizer, limits: Limits | None = None) -> To
     return TokenizedText(ids, text, prompt.monotonic, tokenizer.count_unknown(text))
 
 
-def _timed_texts(cut: Cut, limits: Limits) -> list[tuple[str, float, float]]:
+def _timed_texts(cut: "Cut", limits: Limits) -> list[tuple[str, float, float]]:
     """Return the parts of a text that get times; none of an utterance that is trained without."""
     alignment = cut.supervisions[0].alignment or {}
     by_word = [item for item in alignment.get("word", ()) if item.symbol.strip()]
@@ -215,17 +213,17 @@ def _timed_texts(cut: Cut, limits: Limits) -> list[tuple[str, float, float]]:
     return [(symbol, *ends) for symbol, ends in zip(symbols, times, strict=True)]
 
 
-def text_of(cut: Cut) -> str:
+def text_of(cut: "Cut") -> str:
     """Return the transcript or translation of a cut; empty where it has none."""
     return cut.supervisions[0].text or ""
 
 
-def frames_of(cut: Cut, framing: Framing, speed: float = 1.0) -> int:
+def frames_of(cut: "Cut", framing: Framing, speed: float = 1.0) -> int:
     return framing.frames(samples_in(duration_at(cut.duration, speed)))
 
 
 def check(
-    cut: Cut,
+    cut: "Cut",
     limits: Limits,
     tokenizer: Tokenizer | None = None,
     *,
@@ -276,7 +274,7 @@ EMPTY_TRANSLATION = "the text is empty, and no teacher translates"
 
 
 def check_copies(
-    cut: Cut, audio: str, limits: Limits, tokenizer: Tokenizer | None = None
+    cut: "Cut", audio: str, limits: Limits, tokenizer: Tokenizer | None = None
 ) -> tuple[TokenizedText | None, list[int], list[Dropped]]:
     """Check an utterance at each of the speeds of ``limits``.
 
@@ -316,7 +314,7 @@ def require_spelling(tokens: TokenizedText, tokenizer: Tokenizer, text: str) -> 
         )
 
 
-def _check_content(cut: Cut, text: str, limits: Limits) -> None:
+def _check_content(cut: "Cut", text: str, limits: Limits) -> None:
     if limits.languages:
         prompt = prompt_of(cut)
         for language in (prompt.source, prompt.target):

@@ -1,7 +1,5 @@
 """All utterances of a run, in arrays that worker processes share."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +65,7 @@ class Corpus(BaseCorpus):
         framing: Framing = FASTCONFORMER,
         sources: Sequence[int] | None = None,
         read: Reader = build_table,
-    ) -> Corpus:
+    ) -> "Corpus":
         """Read manifests, tokenize their texts and drop utterances that cannot be trained on.
 
         Audio files are opened only for formats other than lhotse's. ``ctc`` limits the tokens by
@@ -112,7 +110,7 @@ class Corpus(BaseCorpus):
         tokenizer: Tokenizer,
         config: DataConfig,
         prompt_id: int,
-    ) -> Corpus:
+    ) -> "Corpus":
         selected, lengths, speeds = selection.rows, selection.lengths, config.speeds
         rows, prompt_ids = table.rows[selected], table.prompt_ids[selected]
         columns = [lengths.frames, lengths.tokens]
@@ -176,13 +174,13 @@ class Corpus(BaseCorpus):
         )
         return batch if self.experts is None else with_experts(batch)
 
-    def with_text(self, text: TextCorpus) -> Corpus:
+    def with_text(self, text: "TextCorpus") -> "Corpus":
         """Return the same utterances with text pairs for text-only micro-batches."""
         both = hashlib.sha256(f"{self.fingerprint} {text.fingerprint}".encode())
         dropped = (*self.dropped, *text.dropped)
         return replace(self, text=text, dropped=dropped, fingerprint=both.hexdigest())
 
-    def with_experts(self, number: Callable[[Prompt], int]) -> Corpus:
+    def with_experts(self, number: Callable[[Prompt], int]) -> "Corpus":
         """Return the same utterances, with the expert of each by its prompt."""
         used = np.unique(self._prompt_ids)
         by_prompt = np.zeros(len(self._prompts), dtype=np.int64)

@@ -220,7 +220,7 @@ class CorpusCache:
         except (Damaged, OSError) as error:
             log.warning("%s; the cache file is built again", error)
             return None
-        table, meta = _restored(columns), _meta(columns)
+        table, meta = _restored(columns), json.loads(columns["meta"].tobytes())
         if _audio_stats(table) != [list(map(tuple, meta[name])) for name in ("missed", "probes")]:
             self._note("audio files have changed since the manifests were read: reading them again")
             return None
@@ -294,7 +294,7 @@ def _columns(table: UtteranceTable) -> dict[str, np.ndarray]:
 
 
 def _restored(columns: dict[str, np.ndarray]) -> UtteranceTable:
-    meta = _meta(columns)
+    meta = json.loads(columns["meta"].tobytes())
     prompts = tuple(Prompt(**prompt) for prompt in meta["prompts"])
     dropped = tuple(Dropped(*drop) for drop in meta["dropped"])
     return _unflattened(UtteranceTable, columns, dropped=dropped, prompts=prompts)
@@ -321,10 +321,6 @@ def _unflattened(
         elif is_dataclass(kind):
             values[name] = _unflattened(kind, columns, f"{prefix}{name}.")  # type: ignore[arg-type]
     return cls(**values)
-
-
-def _meta(columns: dict[str, np.ndarray]) -> dict[str, Any]:
-    return json.loads(columns["meta"].tobytes())
 
 
 _Stat = tuple[str, int | None, int | None]

@@ -95,7 +95,10 @@ class Selector:
         self._samples = np.floor(columns.seconds * SAMPLE_RATE + 0.5).astype(np.int32)
         self._silence = None
         if config.silence_padding is not None:
-            room = _longest(limits) - self._samples
+            # The samples of the longest utterance within the limits.
+            frames = [most for most in (limits.frame_budget, limits.max_frames) if most is not None]
+            longest = [limits.framing.samples_of(most) for most in frames]
+            room = min([int(limits.max_duration * SAMPLE_RATE), *longest]) - self._samples
             self._silence = draw_silence(config.silence_padding, room)
             self._samples = self._samples + self._silence
             columns = replace(
@@ -209,13 +212,6 @@ class Selector:
             draw = mixture.populations(sources, samples, seed=0)
             rows = rows if draw is None else rows[draw(0)]
         return self.lengths.take(rows)
-
-
-def _longest(limits: Limits) -> int:
-    """Return the samples of the longest utterance within the limits."""
-    frames = [most for most in (limits.frame_budget, limits.max_frames) if most is not None]
-    longest = [limits.framing.samples_of(most) for most in frames]
-    return min([int(limits.max_duration * SAMPLE_RATE), *longest])
 
 
 def _with_label_room(columns: UtteranceColumns, rate: float | None) -> np.ndarray:

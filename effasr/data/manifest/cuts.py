@@ -45,7 +45,15 @@ def _detect(fields: Mapping[str, Any]) -> bool:
 def parse(row: ManifestRow, options: ReadOptions) -> CutUtterance:
     cut = read_cut(row, "not a cut that lhotse can read")
     if options.untranscribed:
-        _supervise(cut)
+        # Give a cut without supervision, or without text, a supervision with an empty text.
+        if isinstance(cut, DataCut) and not cut.supervisions and cut.recording is not None:
+            cut.supervisions = [
+                SupervisionSegment(
+                    cut.id, cut.recording.id, 0.0, cut.duration, channel=cut.channel, text=""
+                )
+            ]
+        if len(cut.supervisions) == 1 and cut.supervisions[0].text is None:
+            cut.supervisions[0].text = ""
     cut = _spoken(cut, row)
     stated = _complete(cut, row, options.default)
     return CutUtterance(row.origin, cut, audio_of(cut), stated=frozenset(stated))
@@ -224,18 +232,6 @@ def _check_values(cut: Cut) -> None:
         for item in chain.from_iterable((supervision.alignment or {}).values()):
             if not isinstance(item.symbol, str) or not 0 <= item.start <= item.end < _MAX_NUMBER:
                 raise ValueError(f"`alignment` must have texts and times, but has {str(item)[:60]}")
-
-
-def _supervise(cut: Cut) -> None:
-    """Give a cut without supervision, or without text, a supervision with an empty text."""
-    if isinstance(cut, DataCut) and not cut.supervisions and cut.recording is not None:
-        cut.supervisions = [
-            SupervisionSegment(
-                cut.id, cut.recording.id, 0.0, cut.duration, channel=cut.channel, text=""
-            )
-        ]
-    if len(cut.supervisions) == 1 and cut.supervisions[0].text is None:
-        cut.supervisions[0].text = ""
 
 
 def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> set[str]:

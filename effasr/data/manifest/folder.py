@@ -13,7 +13,7 @@ from pathlib import Path
 
 from effasr.data.manifest import nemo
 from effasr.data.manifest.lines import check_text, numbered_lines
-from effasr.data.manifest.row import ManifestRow, absolute
+from effasr.data.manifest.row import absolute
 from effasr.data.manifest.utterance import (
     FileUtterance,
     FolderFormat,
@@ -48,11 +48,6 @@ class Part:
     end: float
     text: str
     channel: int | None = None  # from 0; None for all
-
-
-def read_subtitles(path: Path, recording: str) -> Iterator[Part | str]:
-    """Yield the parts of a file, or why a line is none."""
-    return _ctm(path, recording) if path.suffix.lower() == ".ctm" else _cues(path)
 
 
 def _cues(path: Path) -> Iterator[Part | str]:
@@ -200,8 +195,9 @@ def _read(folder: Path, options: ReadOptions) -> Iterator[Utterance]:
 
     Links to folders are followed; names that begin with a dot are left out.
     """
-    if (folder / "metadata.jsonl").is_file():
-        return with_others(_from_lines(folder / "metadata.jsonl", options), folder)
+    if (metadata := folder / "metadata.jsonl").is_file():
+        lines = numbered_lines(metadata, "surrogateescape")
+        return with_others(nemo.FORMAT.read(lines, metadata, options), folder)
     files = all_files(folder)
     transcripts = [path for path in files if path.name.endswith(".trans.txt")]
     if transcripts:
@@ -219,14 +215,6 @@ def all_files(folder: Path) -> list[Path]:
     for error in unreadable:
         log.warning("%s is left out: it cannot be read: %s", error.filename, error.strerror)
     return files
-
-
-def _from_lines(path: Path, options: ReadOptions) -> Iterator[Utterance]:
-    for number, line in numbered_lines(path, "surrogateescape"):
-        try:
-            yield nemo.FORMAT.parse(ManifestRow.parse(line, path, number), options)
-        except ValueError as error:
-            yield RejectedRow(f"{path.name}:{number}", f"{path}:{number}", str(error))
 
 
 def with_others(utterances: Iterator[Utterance], folder: Path) -> Iterator[Utterance]:
@@ -368,7 +356,7 @@ def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utt
             yield FileUtterance(path.stem, False, origin, audio, words, prompt, stated=stated)
             return
         part = None
-        for part in read_subtitles(text, path.stem):
+        for part in _ctm(text, path.stem) if text.suffix.lower() == ".ctm" else _cues(text):
             if isinstance(part, str):
                 yield RejectedRow(path.stem, origin, part, audio)
                 continue

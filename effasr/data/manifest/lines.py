@@ -11,13 +11,10 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from effasr.untrusted.documents import MOST_DEPTH, check_json_nodes, is_deep, unique_keys
 from effasr.untrusted.files import open_regular
-
-if TYPE_CHECKING:
-    from io import BufferedReader
 
 ARCHIVES = (".tar", ".tgz", ".parquet", ".arrow")
 """Suffixes of manifests that are no text, but audio and texts together."""
@@ -123,7 +120,7 @@ def _opened(path: Path) -> IO[bytes]:
     file = open_regular(path)
     if path.suffix == ".gz":
         return cast("IO[bytes]", _Unpacked(file))
-    if cast("BufferedReader", file).peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+    if cast(io.BufferedReader, file).peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return cast("IO[bytes]", _Utf16(file))
     return file
 

@@ -46,8 +46,6 @@ FOLDERS = (
 _DAMAGED_LINES = 100
 """Lines at the beginning that may be damaged: the first that is not decides the format."""
 
-_Lines = Iterable[tuple[int, str]]
-
 
 def read(path: str | Path, *, language: str = "en") -> CutSet:
     """Read a manifest: a file or folder of any format.
@@ -174,7 +172,7 @@ class ManifestPart:
         """Yield the utterances; their names need not be unique."""
         if self.format is None:
             return iter(self.parsed)
-        return _parse(self.lines, self.path, self.format, options)
+        return self.format.read(self.lines, self.path, options)
 
 
 def parts(path: Path, size: int, options: ReadOptions) -> Iterator[ManifestPart]:
@@ -216,17 +214,7 @@ def _utterances(path: Path, options: ReadOptions) -> Iterator[Utterance]:
     if (file := file_of_lines(path)) is None:
         return folder_format(path).read(path, options)
     lines, line_format = _lines_and_format(file)
-    return _parse(lines, file, line_format, options)
-
-
-def _parse(
-    lines: _Lines, path: Path, line_format: LineFormat, options: ReadOptions
-) -> Iterator[Utterance]:
-    for number, line in lines:
-        try:
-            yield line_format.parse(ManifestRow.parse(line, path, number), options)
-        except ValueError as error:
-            yield RejectedRow(f"{path.name}:{number}", f"{path}:{number}", str(error))
+    return line_format.read(lines, file, options)
 
 
 def _lines_and_format(path: Path) -> tuple[Iterator[tuple[int, str]], LineFormat]:

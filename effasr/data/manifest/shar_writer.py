@@ -19,7 +19,7 @@ from lhotse.cut.set import deserialize_cut
 from lhotse.utils import fastcopy
 
 from effasr.data.atomic_files import atomic_file
-from effasr.data.audio.audio_file import AudioFile, open_audio
+from effasr.data.audio.audio_file import open_audio
 from effasr.data.audio.embedded import Embedded
 from effasr.data.audio.waveform import AudioSegment, load_audio, place
 from effasr.data.features.frame_geometry import SAMPLE_RATE
@@ -65,7 +65,16 @@ def encode(line: bytes) -> EncodedCut:
             content = part.path.read() if isinstance(part.path, Embedded) else _read(part.path)
             channels = cut.recording.sources[0].channels
             return _encoded(cut, content, suffix, file.frames, rate, channels)
-        samples = _samples(file, part)
+        # The samples of a part, (samples, channels) of its channels alone.
+        begin, length = place(file, part.path, part.start, part.duration)
+        if len(part.channels) > _MOST_CHANNELS:
+            raise ValueError(
+                f"{part.path}: FLAC has at most {_MOST_CHANNELS} channels, but the cut has "
+                f"{len(part.channels)}: choose one by `--channel`."
+            )
+        if begin:
+            file.seek(begin)
+        samples = file.read(min(length, file.frames - begin))[:, list(part.channels)]
         bits = 24 if file.subtype in _FLOATING else 16
     channels = [cut.channel] if isinstance(cut.channel, int) else list(cut.channel)
     content = _flac(_integers(samples, bits), rate, bits)
@@ -74,19 +83,6 @@ def encode(line: bytes) -> EncodedCut:
 
 def _read(path: str) -> bytes:
     return Path(path).read_bytes()
-
-
-def _samples(file: AudioFile, part: AudioSegment) -> np.ndarray:
-    """Return the samples of a part, (samples, channels) of its channels alone."""
-    begin, length = place(file, part.path, part.start, part.duration)
-    if len(part.channels) > _MOST_CHANNELS:
-        raise ValueError(
-            f"{part.path}: FLAC has at most {_MOST_CHANNELS} channels, but the cut has "
-            f"{len(part.channels)}: choose one by `--channel`."
-        )
-    if begin:
-        file.seek(begin)
-    return file.read(min(length, file.frames - begin))[:, list(part.channels)]
 
 
 def _integers(samples: np.ndarray, bits: int) -> np.ndarray:

@@ -23,7 +23,15 @@ def with_times(row: ManifestRow, text: str) -> tuple[str, Alignment | None]:
     ``<|0.00|> words <|1.20|>`` in seconds; others have lists of ``words`` and ``segments``.
     """
     if _TOKEN.search(text):
-        return _split(row, text)
+        texts, numbers = (_TOKEN.split(text)[first::2] for first in (0, 1))
+        is_words = "." not in numbers[0] and all(len(part.split()) < 2 for part in texts)
+        times = [float(x) * (1.0 if "." in x else _FRAME_SECONDS) for x in numbers]
+        if texts[0].strip() or texts[-1].strip():
+            raise row.error("tokens of times must be at both ends of each part.", "text")
+        parts = zip(texts[1:-1], times, times[1:], strict=False)
+        values = [{"text": x, "start": start, "end": end} for x, start, end in parts if x.strip()]
+        kind = "word" if is_words else "segment"
+        return " ".join(_TOKEN.sub(" ", text).split()), {kind: _items(row, values)}
     segments = _timed(row.values.get(row.first(SEGMENTS)))
     words = _timed(row.values.get(row.first(WORDS)))
     words = words or [word for part in segments for word in _timed(part.get("words"))]
@@ -55,15 +63,3 @@ def _items(row: ManifestRow, values: Sequence[Mapping[str, Any]]) -> list[Alignm
         if text:
             items.append(AlignmentItem(text, start, round(end - start, 6)))
     return items
-
-
-def _split(row: ManifestRow, text: str) -> tuple[str, Alignment]:
-    texts, numbers = (_TOKEN.split(text)[first::2] for first in (0, 1))
-    is_words = "." not in numbers[0] and all(len(part.split()) < 2 for part in texts)
-    times = [float(x) * (1.0 if "." in x else _FRAME_SECONDS) for x in numbers]
-    if texts[0].strip() or texts[-1].strip():
-        raise row.error("tokens of times must be at both ends of each part.", "text")
-    parts = zip(texts[1:-1], times, times[1:], strict=False)
-    values = [{"text": x, "start": start, "end": end} for x, start, end in parts if x.strip()]
-    kind = "word" if is_words else "segment"
-    return " ".join(_TOKEN.sub(" ", text).split()), {kind: _items(row, values)}

@@ -3,7 +3,7 @@
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,15 @@ class LineFormat:
 
     detect: Callable[[Mapping[str, Any]], bool]
     parse: Callable[[ManifestRow, ReadOptions], Utterance]
+
+    def read(
+        self, lines: Iterable[tuple[int, str]], path: Path, options: ReadOptions
+    ) -> Iterator[Utterance]:
+        for number, line in lines:
+            try:
+                yield self.parse(ManifestRow.parse(line, path, number), options)
+            except ValueError as error:
+                yield RejectedRow(f"{path.name}:{number}", f"{path}:{number}", str(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,14 @@ class BucketTable:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: not a readable JSON file: {error}.") from error
         try:
-            pairs, sizes = _parsed(content)
-            bins = [(framing.frames(round(s * SAMPLE_RATE)), tokens) for s, tokens in pairs]
+            if not isinstance(content, Mapping) or not {_BINS, _SIZES} <= content.keys():
+                raise ValueError(f"a bucket table must be an object with `{_BINS}` and `{_SIZES}`.")
+            pairs, sizes = content[_BINS], content[_SIZES]
+            if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+                raise ValueError(f"`{_BINS}` must be a list of pairs [seconds, tokens].")
+            if not isinstance(sizes, list) or not all(_is_int(size) for size in sizes):
+                raise ValueError(f"`{_SIZES}` must be a list of whole numbers.")
+            bins = [(framing.frames(round(float(s) * SAMPLE_RATE)), tokens) for s, tokens in pairs]
             if len(bins) == len(sizes):
                 # Durations that differ by less than a frame may come out of order after rounding to
                 # frames.
@@ -143,17 +149,6 @@ def _edges(values: np.ndarray, count: int) -> np.ndarray:
     totals = np.cumsum(ordered, dtype=np.int64)
     shares = totals[-1] * np.arange(1, count + 1) // count
     return np.unique(ordered[np.searchsorted(totals, shares, side="left")])
-
-
-def _parsed(content: Any) -> tuple[list[tuple[float, int]], list[int]]:
-    if not isinstance(content, Mapping) or not {_BINS, _SIZES} <= content.keys():
-        raise ValueError(f"a bucket table must be an object with `{_BINS}` and `{_SIZES}`.")
-    bins, sizes = content[_BINS], content[_SIZES]
-    if not isinstance(bins, list) or not all(_is_pair(pair) for pair in bins):
-        raise ValueError(f"`{_BINS}` must be a list of pairs [seconds, tokens].")
-    if not isinstance(sizes, list) or not all(_is_int(size) for size in sizes):
-        raise ValueError(f"`{_SIZES}` must be a list of whole numbers.")
-    return [(float(seconds), tokens) for seconds, tokens in bins], sizes
 
 
 def _is_pair(value: Any) -> bool:

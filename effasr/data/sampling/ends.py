@@ -51,10 +51,28 @@ def capacity(utterances: Utterances, shape: StaticShape) -> Capacity:
 
     # Twice what is needed, to select a subset with the proportion of frames to tokens.
     count = -(-2 * _TRIED * limits[scarce] * len(utterances) // totals[scarce])
-    sample = _sample(utterances, count)
+    # Draw some of the utterances in random order; all of them where they are few.
+    total = len(utterances)
+    if 2 * count < total:
+        # Drawn with replacement: a permutation of millions would take long.
+        places = hashes(count, _TRIAL, _TRIALS) % np.uint64(total)
+    else:
+        places = shuffled(total, _TRIAL, _TRIALS)[:count]
+    sample = utterances.take(places)
 
     def reached(share: int, ways: Sequence[bool]) -> bool:
-        return _reached(sample, totals, scarce, holds(share), shape, ways)
+        # Whether micro-batches reach this average amount in every trial.
+        amount = holds(share)
+        micro_batches = min(_TRIED, sample.totals()[scarce] // amount)
+        if not micro_batches:
+            return True
+        for trial in range(max(1, min(_TRIALS, _TRIED // micro_batches))):
+            part = matched(sample, totals, scarce, micro_batches * amount, _TRIAL, trial)
+            part = part[shuffled(len(part), _TRIAL, trial)]
+            some = sample.take(part)
+            if not any(fill(some, shape, micro_batches, reserve=reserve) for reserve in ways):
+                return False
+        return True
 
     for share in _SHARES[:_RANDOM]:
         if reached(share, (False,)):
@@ -66,30 +84,6 @@ def capacity(utterances: Utterances, shape: StaticShape) -> Capacity:
         low, high = (low, middle) if reached(_SHARES[middle], (False, True)) else (middle + 1, high)
     # A share that was just reached in the trials may not be reached each time.
     return Capacity(scarce, holds(_SHARES[min(low + 1, len(_SHARES) - 1)]))
-
-
-def _reached(
-    sample: Utterances,
-    totals: Sequence[int],
-    scarce: int,
-    amount: int,
-    shape: StaticShape,
-    ways: Sequence[bool],
-) -> bool:
-    """Return whether micro-batches reach this average amount in every trial.
-
-    ``ways`` lists the uses of a reserve that are tried; one of them must succeed.
-    """
-    micro_batches = min(_TRIED, sample.totals()[scarce] // amount)
-    if not micro_batches:
-        return True
-    for trial in range(max(1, min(_TRIALS, _TRIED // micro_batches))):
-        part = matched(sample, totals, scarce, micro_batches * amount, _TRIAL, trial)
-        part = part[shuffled(len(part), _TRIAL, trial)]
-        some = sample.take(part)
-        if not any(fill(some, shape, micro_batches, reserve=reserve) for reserve in ways):
-            return False
-    return True
 
 
 class Ends:
@@ -189,14 +183,3 @@ def exchanged(
             missing[k] += int(each[chosen[i]]) - int(each[waiting[j]])
         chosen[i], waiting[j] = waiting[j], chosen[i]
     return chosen[chosen >= 0], waiting[waiting >= 0]
-
-
-def _sample(utterances: Utterances, count: int) -> Utterances:
-    """Draw some of the utterances in random order; all of them where they are few."""
-    total = len(utterances)
-    if 2 * count < total:
-        # Drawn with replacement: a permutation of millions would take long.
-        places = hashes(count, _TRIAL, _TRIALS) % np.uint64(total)
-    else:
-        places = shuffled(total, _TRIAL, _TRIALS)[:count]
-    return utterances.take(places)

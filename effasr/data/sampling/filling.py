@@ -349,7 +349,9 @@ def fill(
     aside = 0
     edges = np.arange(1, micro_batches + 1) * totals[scarce] // micro_batches
     if reserve:
-        aside = _aside(totals[scarce], limits[scarce], micro_batches)
+        # How many micro-batches are half full if the others are full.
+        room = micro_batches * limits[scarce] * _FULL - 1000 * totals[scarce]
+        aside = min(micro_batches - 1, max(1, room // (limits[scarce] * (_FULL - 500))))
         full = micro_batches - aside
         most = min(totals[scarce], full * limits[scarce] * _FULL // 1000)
         edges[:full] = np.arange(1, full + 1) * most // max(1, full)
@@ -370,12 +372,6 @@ def values_of(utterances: Utterances, kind: int) -> np.ndarray:
         assert utterances.nodes is not None
         return utterances.nodes
     return utterances.tokens if kind else utterances.frames
-
-
-def _aside(total: int, limit: int, micro_batches: int) -> int:
-    """Return how many micro-batches are half full if the others are full."""
-    room = micro_batches * limit * _FULL - 1000 * total
-    return min(micro_batches - 1, max(1, room // (limit * (_FULL - 500))))
 
 
 def _stretches(values: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -79,7 +79,16 @@ class LhotsePlanner:
             )
             self.buckets = self._table.assign(lengths)
         elif strategy != "random":
-            self._edges = _estimated_edges(lengths.frames, options.buckets)
+            # At least one bucket limit, as lhotse estimates them.
+            frames = lengths.frames
+            rule = f"be at most the number of utterances, {len(frames)}"
+            check(options.buckets <= len(frames), "buckets", rule, options.buckets)
+            count = min(len(frames), max(_ESTIMATED_FROM, options.buckets))
+            places = np.linspace(0, len(frames) - 1, count).astype(np.int64)
+            sample = _Stream(places, np.sort(frames))
+            # Equally long utterances give equal limits with nothing in between.
+            edges = {float(edge) for edge in estimate_duration_buckets(sample, options.buckets)}  # type: ignore[arg-type]
+            self._edges = sorted(edges) or [float(frames.max())]
             result = np.searchsorted(self._edges, lengths.frames, side="left")
             self.buckets = result.astype(np.int32)
         else:
@@ -94,7 +103,31 @@ class LhotsePlanner:
         """Plan an epoch; see `effasr.data.sampling.plan.Planner`."""
         check(epoch >= 0, "epoch", "be at least 0", epoch)
         batches = [[item.index for item in batch] for batch in self._sampler(epoch)]
-        return self._joined(batches)
+        # Make the plan of lhotse's batches; batch i belongs to rank i modulo the world size.
+        steps = max(1, len(batches) // self._micro_batches)
+        selected = batches[: steps * self._micro_batches]
+        # An epoch without a full step keeps a partial one, which ends with empty micro-batches.
+        selected += [[]] * (steps * self._micro_batches - len(selected))
+        sizes = np.array([len(batch) for batch in selected], dtype=np.int64)
+        indices = np.array([index for batch in selected for index in batch], dtype=np.int32)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        planned = np.zeros(len(self._lengths), dtype=bool)
+        planned[indices] = True
+        padding = {"padding_frames": 0.0, "padding_tokens": 0.0}
+        if self._padded:
+            begins = offsets[:-1][sizes > 0]
+            sizes = sizes[sizes > 0]
+            padding = {
+                "padding_frames": _padding(self._lengths.frames[indices], begins, sizes),
+                "padding_tokens": _padding(self._lengths.tokens[indices], begins, sizes),
+            }
+        return EpochPlan(
+            micro_batches=self._micro_batches,
+            indices=indices,
+            offsets=offsets,
+            deferred=np.flatnonzero(~planned).astype(np.int32),
+            **padding,
+        )
 
     def _sampler(self, epoch: int) -> CutSampler:
         order = shuffled(len(self._lengths), self._seed, epoch)
@@ -129,33 +162,6 @@ class LhotsePlanner:
         )
         sampler.set_epoch(epoch)
         return sampler
-
-    def _joined(self, batches: list[list[int]]) -> EpochPlan:
-        """Make the plan of lhotse's batches; batch i belongs to rank i modulo the world size."""
-        steps = max(1, len(batches) // self._micro_batches)
-        selected = batches[: steps * self._micro_batches]
-        # An epoch without a full step keeps a partial one, which ends with empty micro-batches.
-        selected += [[]] * (steps * self._micro_batches - len(selected))
-        sizes = np.array([len(batch) for batch in selected], dtype=np.int64)
-        indices = np.array([index for batch in selected for index in batch], dtype=np.int32)
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        planned = np.zeros(len(self._lengths), dtype=bool)
-        planned[indices] = True
-        padding = {"padding_frames": 0.0, "padding_tokens": 0.0}
-        if self._padded:
-            begins = offsets[:-1][sizes > 0]
-            sizes = sizes[sizes > 0]
-            padding = {
-                "padding_frames": _padding(self._lengths.frames[indices], begins, sizes),
-                "padding_tokens": _padding(self._lengths.tokens[indices], begins, sizes),
-            }
-        return EpochPlan(
-            micro_batches=self._micro_batches,
-            indices=indices,
-            offsets=offsets,
-            deferred=np.flatnonzero(~planned).astype(np.int32),
-            **padding,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,18 +222,6 @@ def _scaled(shape: StaticShape, frames: int | None) -> StaticShape:
         return shape
     tokens = max(1, shape.token_budget * frames // shape.frame_budget)
     return StaticShape(frames, tokens, shape.max_sequences, framing=shape.framing)
-
-
-def _estimated_edges(frames: np.ndarray, num_buckets: int) -> list[float]:
-    """Return at least one bucket limit, as lhotse estimates them."""
-    rule = f"be at most the number of utterances, {len(frames)}"
-    check(num_buckets <= len(frames), "buckets", rule, num_buckets)
-    count = min(len(frames), max(_ESTIMATED_FROM, num_buckets))
-    places = np.linspace(0, len(frames) - 1, count).astype(np.int64)
-    sample = _Stream(places, np.sort(frames))
-    # Equally long utterances give equal limits with nothing in between.
-    edges = {float(edge) for edge in estimate_duration_buckets(sample, num_buckets)}  # type: ignore[arg-type]
-    return sorted(edges) or [float(frames.max())]
 
 
 def _padding(values: np.ndarray, begins: np.ndarray, sizes: np.ndarray) -> float:

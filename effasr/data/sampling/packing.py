@@ -232,7 +232,9 @@ def _plan(
     """Group the micro-batches into steps."""
     assert utterances.cost is not None
     starts = filled.starts
-    cost = _sums(utterances.cost, filled)
+    # Sum the values of each micro-batch: int64.
+    ends = np.concatenate([[0], np.cumsum(utterances.cost[filled.members])])
+    cost = ends[filled.starts[1:]] - ends[filled.starts[:-1]]
     chosen = group_into_steps(cost, micro_batches, seed, epoch).ravel()
     sizes = np.diff(starts)[chosen]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -247,12 +249,6 @@ def _plan(
         padding_frames=1 - frames / (len(chosen) * shape.frame_budget),
         padding_tokens=1 - tokens / (len(chosen) * shape.token_budget),
     )
-
-
-def _sums(values: np.ndarray, filled: Filled) -> np.ndarray:
-    """Sum the values of each micro-batch: int64."""
-    ends = np.concatenate([[0], np.cumsum(values[filled.members])])
-    return ends[filled.starts[1:]] - ends[filled.starts[:-1]]
 
 
 # Groups micro-batches into global steps so that ranks have equal work.
@@ -270,7 +266,11 @@ def group_into_steps(cost: np.ndarray, micro_batches: int, seed: int, epoch: int
     """
     alike = np.argsort(cost, kind="stable").reshape(-1, micro_batches)
     alike = alike[shuffled(len(alike), seed, epoch)]
-    orders = _orders(micro_batches)
+    # Orders to try for micro-batches sorted by cost; the first balances equal halves.
+    half = (micro_batches + 1) // 2
+    fold = np.concatenate([np.arange(half), np.arange(micro_batches - 1, half - 1, -1)])
+    random = [shuffled(micro_batches, micro_batches, number) for number in range(_ORDERS - 1)]
+    orders = np.stack([fold, *random])
     worlds = [w for w in range(2, micro_batches) if micro_batches % w == 0]
     if not worlds:
         return alike
@@ -300,11 +300,3 @@ def imbalance(cost: np.ndarray, micro_batches: int, world_size: int) -> np.ndarr
     ranks = cost.reshape(-1, micro_batches // world_size, world_size).sum(axis=1)
     mean = ranks.mean(axis=1)
     return np.divide(ranks.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0) - 1
-
-
-def _orders(micro_batches: int) -> np.ndarray:
-    """Return orders to try for micro-batches sorted by cost; the first balances equal halves."""
-    half = (micro_batches + 1) // 2
-    fold = np.concatenate([np.arange(half), np.arange(micro_batches - 1, half - 1, -1)])
-    random = [shuffled(micro_batches, micro_batches, number) for number in range(_ORDERS - 1)]
-    return np.stack([fold, *random])

@@ -54,7 +54,8 @@ def sequences(
             continue
         if not members.size:
             raise ValueError(f"`quotas[{source}]` must be 0 for a source without utterances.")
-        key = _source_seed(seed, source)
+        digest = hashlib.blake2b(struct.pack("<qq", seed, source), digest_size=8, person=b"source")
+        key = int.from_bytes(digest.digest(), "little")
         result.append((quota, SourceSequence(members, amounts[members], key)))
     return result
 
@@ -115,11 +116,6 @@ class PopulationPlanner:
         lengths = self.lengths.take(chosen)
         plan = self.make(lengths).plan(epoch)
         return replace(plan, indices=chosen[plan.indices], deferred=np.sort(chosen[plan.deferred]))
-
-
-def _source_seed(seed: int, source: int) -> int:
-    digest = hashlib.blake2b(struct.pack("<qq", seed, source), digest_size=8, person=b"source")
-    return int.from_bytes(digest.digest(), "little")
 
 
 # Draws epochs of mixed sources that all have the same frames and the same tokens.

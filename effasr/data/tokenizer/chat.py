@@ -41,11 +41,24 @@ class ChatTokenizer(HuggingFaceTokenizer):
         if self._template == _plain_template(folder):
             # The folder of a checkpoint has no configuration of the model from which it follows.
             self._files[TEMPLATE_FILE] = self._template.encode()
-        self._tokens = _special_tokens(folder)
+        self._tokens: dict[str, str] = {}
+        settings = _settings(folder)
+        for name in _TOKENS:
+            value = settings.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                self._tokens[name] = value
         self.sources = self.languages = ()
         stops = [self._id_of(self._tokens["eos_token"])] if "eos_token" in self._tokens else []
         stops += _stops_of_generation(folder, self.vocab_size)
-        stops += self._turn_end()
+        # The special token that the template writes after a turn of the assistant.
+        word = "word"
+        turns = [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
+        _, result, after = self.render(turns).rpartition(word)
+        ids = self.encode(after.strip(), "") if result else []
+        specials = set(self.specials.values())
+        stops += ids[:1] if ids and ids[0] in specials else []
         if not stops:
             raise ValueError(
                 f"{folder}: a token must end a turn, but neither {SETTINGS_FILE} has `eos_token` "
@@ -83,15 +96,6 @@ class ChatTokenizer(HuggingFaceTokenizer):
                 f"but {token!r} is not: copy the folder again."
             )
         return self._vocabulary[token]
-
-    def _turn_end(self) -> list[int]:
-        """Return the special token that the template writes after a turn of the assistant."""
-        word = "word"
-        turns = [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
-        _, result, after = self.render(turns).rpartition(word)
-        ids = self.encode(after.strip(), "") if result else []
-        specials = set(self.specials.values())
-        return ids[:1] if ids and ids[0] in specials else []
 
 
 def has_template(folder: Path) -> bool:
@@ -135,18 +139,6 @@ def _plain_template(folder: Path) -> str | None:
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS_FILE
     return read_json_object(path) if path.is_file() else {}
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    result: dict[str, str] = {}
-    settings = _settings(folder)
-    for name in _TOKENS:
-        value = settings.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            result[name] = value
-    return result
 
 
 def _stops_of_generation(folder: Path, vocab_size: int) -> list[int]:

@@ -373,7 +373,7 @@ def train_model(
     coverage: float = 1.0,
 ) -> bytes:
     """Train a SentencePiece model of one language, and return it serialised."""
-    lines = _lines(texts)
+    lines = (line for text in texts if (line := " ".join(text.split())))
     first = next(lines, None)
     if first is None:
         raise ValueError(f"`texts_by_language[{language!r}]` must hold text, but is empty.")
@@ -422,10 +422,6 @@ def _without_paths(model: bytes) -> bytes:
     proto: Any = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
     proto.normalizer_spec.ClearField("normalization_rule_tsv")
     return proto.SerializeToString(deterministic=True)
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    return (line for text in texts if (line := " ".join(text.split())))
 
 
 @contextmanager

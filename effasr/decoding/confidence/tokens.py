@@ -60,7 +60,13 @@ def token_confidences(
     if method == "attention":
         return list(_of_decoder(model, encoded, prompts, texts))
     if method == "ctc":
-        return _of_ctc(model, encoded, texts)
+        blocks = encoded.values.split(_ROWS)
+        values = torch.cat([_confidences(model.ctc_logits(rows)) for rows in blocks]).cpu()
+        sequences = encoded.with_values(values).unpack()
+        return [
+            None if spans is None else tuple(float(frames[a:b].min()) for a, b in spans)
+            for frames, spans in zip(sequences, align_tokens(model, encoded, texts), strict=False)
+        ]
     assert model.transducer is not None
     sequences = zip(texts, encoded.unpack(), strict=False)
     return [_of_transducer(model.transducer, rows, text) for text, rows in sequences]
@@ -81,18 +87,6 @@ def _of_decoder(
     return [
         tuple(flat_values[begin + len(prompt) - 1 : begin + len(prompt) - 1 + len(text)])
         for begin, prompt, text in zip(begins, prompts, texts, strict=False)
-    ]
-
-
-def _of_ctc(
-    model: ASRModel, encoded: PackedSequence, texts: Sequence[Sequence[int]]
-) -> list[Confidences]:
-    blocks = encoded.values.split(_ROWS)
-    values = torch.cat([_confidences(model.ctc_logits(rows)) for rows in blocks]).cpu()
-    sequences = encoded.with_values(values).unpack()
-    return [
-        None if spans is None else tuple(float(frames[a:b].min()) for a, b in spans)
-        for frames, spans in zip(sequences, align_tokens(model, encoded, texts), strict=False)
     ]
 
 

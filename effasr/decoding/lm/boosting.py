@@ -1,7 +1,7 @@
 """Phrase boosting: a prefix tree of phrases in pieces, whose bonuses are added to the scores."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -110,7 +110,17 @@ class _Nodes:
         self.credits = [0.0]  # what the tokens of a node have gained
         self._bonuses = [0.0]  # of the phrase that ends here; 0 if none does
         for phrase, weight in phrases.items():
-            self._insert(phrase, weight)
+            node = _ROOT
+            for depth, token in enumerate(phrase, 1):
+                if token not in self.children[node]:
+                    self.children[node][token] = len(self.paths)
+                    self.paths.append(tuple(phrase[:depth]))
+                    self.children.append({})
+                    self.credits.append(0.0)
+                    self._bonuses.append(0.0)
+                node = self.children[node][token]
+                self.credits[node] = max(self.credits[node], weight * depth)
+            self._bonuses[node] = max(self._bonuses[node], weight * len(phrase))
         # Where the search for phrases goes on if none continues the node, and the change of the
         # score on the way.
         self._next = [(0.0, _ROOT)] * len(self.paths)
@@ -120,19 +130,6 @@ class _Nodes:
         for node in self._by_depth:
             change, target = self._next[node] = self._failure(node)
             self.returned[node] = change + self.returned[target]
-
-    def _insert(self, phrase: Sequence[int], weight: float) -> None:
-        node = _ROOT
-        for depth, token in enumerate(phrase, 1):
-            if token not in self.children[node]:
-                self.children[node][token] = len(self.paths)
-                self.paths.append(tuple(phrase[:depth]))
-                self.children.append({})
-                self.credits.append(0.0)
-                self._bonuses.append(0.0)
-            node = self.children[node][token]
-            self.credits[node] = max(self.credits[node], weight * depth)
-        self._bonuses[node] = max(self._bonuses[node], weight * len(phrase))
 
     def _failure(self, node: int) -> tuple[float, int]:
         path, length, bonus, walk = self.paths[node], 1, 0.0, _ROOT

@@ -46,7 +46,8 @@ class WordNgrams:
         return [number for number in ids if number is not None]
 
     def _id(self, word: str) -> int | None:
-        plain = _without_punctuation(word)
+        letters = [n for n, letter in enumerate(word) if unicodedata.category(letter)[0] != "P"]
+        plain = word[letters[0] : letters[-1] + 1] if letters else ""
         for form in (word, plain, plain.lower(), plain.upper()):
             if form in self._ids:
                 return self._ids[form]
@@ -78,11 +79,6 @@ class WordNgrams:
         return self.log_prob(history, self.end_id) if self._has_end else 0.0
 
 
-def _without_punctuation(word: str) -> str:
-    letters = [n for n, letter in enumerate(word) if unicodedata.category(letter)[0] != "P"]
-    return word[letters[0] : letters[-1] + 1] if letters else ""
-
-
 def load_word_ngrams(path: str | Path) -> WordNgrams:
     """Read an ARPA file over words, plain or gzipped, as KenLM's lmplz and SRILM write them."""
     ids = {"<s>": BEGIN}
@@ -106,7 +102,11 @@ class WordFusion:
     def __init__(self, words: WordNgrams, tokenizer: Tokenizer) -> None:
         self.order = _TOKENS_PER_WORD * (words.order + 1)
         self._words, self._tokenizer = words, tokenizer
-        self._begins = _word_beginnings(tokenizer)
+        # For each token whether it begins a word, so that two of it are two words.
+        self._begins = [
+            len(tokenizer.decode([token, token]).split()) > 1
+            for token in range(tokenizer.vocab_size)
+        ]
         self._of_context = lru_cache(_CACHED)(self._computed)
         if not any(self._begins):
             raise ValueError(
@@ -127,7 +127,11 @@ class WordFusion:
 
     def _computed(self, tokens: tuple[int, ...]) -> tuple[float, float]:
         """Return the log-probability of the last word, and of it and the end."""
-        groups = self._groups(tokens)
+        groups: list[list[int]] = []
+        for token in tokens:
+            if self._begins[token] or not groups:
+                groups.append([])
+            groups[-1].append(token)
         history = [BEGIN]
         if len(tokens) >= self.order:
             # The beginning of the first word may be missing.
@@ -140,20 +144,5 @@ class WordFusion:
             history.append(word)
         return score, score + self._words.end_log_prob(history)
 
-    def _groups(self, tokens: Sequence[int]) -> list[list[int]]:
-        groups: list[list[int]] = []
-        for token in tokens:
-            if self._begins[token] or not groups:
-                groups.append([])
-            groups[-1].append(token)
-        return groups
-
     def _ids(self, tokens: Sequence[int]) -> list[int]:
         return self._words.word_ids(self._tokenizer.decode(tokens))
-
-
-def _word_beginnings(tokenizer: Tokenizer) -> list[bool]:
-    """Return for each token whether it begins a word, so that two of it are two words."""
-    return [
-        len(tokenizer.decode([token, token]).split()) > 1 for token in range(tokenizer.vocab_size)
-    ]

@@ -10,7 +10,7 @@ import numpy as np
 from effasr.decoding.config import CORRECTOR_MARGIN, LM_WEIGHT, DecodingConfig
 from effasr.evaluation.bootstrap import Counts, chance_of_best, probability_of_improvement
 from effasr.model.asr import ASRModel
-from effasr.transcription.results import Alternative, Segment, Transcription
+from effasr.transcription.results import Segment, Transcription
 
 _CORRECTED, _RECOGNIZED = -1, -2  # choices between the text of a corrector and that of the search
 
@@ -109,7 +109,16 @@ class NBestLists:
         # A corrector replaces the text that the weights have chosen: these stay.
         for row, alternatives in enumerate([] if self._gains is not None else lists):
             for column, alternative in enumerate(alternatives):
-                for name, value in _row(alternative).items():
+                parts = alternative.parts
+                assert parts is not None
+                for name, value in {
+                    "model": parts.model,
+                    "ctc": parts.ctc or 0.0,
+                    "lm": parts.lm or 0.0,
+                    "symbols": parts.symbols,
+                    "second": alternative.lm_score or 0.0,
+                    "words": len(alternative.text.split()),
+                }.items():
                     self._parts[name][row, column] = value
                 self._missing[row, column] = False
                 ranks[row, column] = alternative.rank
@@ -196,19 +205,6 @@ def _text(segment: Segment, choice: int) -> str:
     return correction.written if choice == _CORRECTED else correction.recognized
 
 
-def _row(alternative: Alternative) -> dict[str, float]:
-    parts = alternative.parts
-    assert parts is not None
-    return {
-        "model": parts.model,
-        "ctc": parts.ctc or 0.0,
-        "lm": parts.lm or 0.0,
-        "symbols": parts.symbols,
-        "second": alternative.lm_score or 0.0,
-        "words": len(alternative.text.split()),
-    }
-
-
 def _times(weight: float, values: np.ndarray) -> np.ndarray | float:
     """Return the product; 0 for a weight of 0, also of an impossible transcript."""
     return weight * values if weight else 0.0
@@ -229,26 +225,10 @@ def best_weights(
     result never makes more errors on these lists than ``start``.
     """
     before = lists.errors(start)
-    best = _descend(lists, start, grids, on_trial)
-    if chance_of_best(lists.word_errors(start), lists.tried()) > 1 - SURE:
-        return start
-    for name in grids:
-        reverted = replace(best, **{name: getattr(start, name)})
-        if not _is_better(lists.errors(reverted), lists.errors(best)):
-            best = reverted
-    return best if _is_better(before, lists.errors(best)) else start
-
-
-def _descend(
-    lists: NBestLists,
-    start: Weights,
-    grids: Mapping[str, Sequence[float]],
-    on_trial: Callable[[], None] | None,
-) -> Weights:
     values = {name: _by_distance(grid, getattr(start, name)) for name, grid in grids.items()}
     best, fewest = start, lists.word_errors(start).sum()
     for _ in range(_MOST_ROUNDS):
-        before = fewest
+        previous = fewest
         for group in list(combinations(values, 2)) or [tuple(values)]:
             for chosen in product(*(values[name] for name in group)):
                 tried = replace(best, **dict(zip(group, chosen, strict=True)))
@@ -257,9 +237,15 @@ def _descend(
                     best, fewest = tried, errors
                 if on_trial is not None:
                     on_trial()
-        if fewest == before:
+        if fewest == previous:
             break
-    return best
+    if chance_of_best(lists.word_errors(start), lists.tried()) > 1 - SURE:
+        return start
+    for name in grids:
+        reverted = replace(best, **{name: getattr(start, name)})
+        if not _is_better(lists.errors(reverted), lists.errors(best)):
+            best = reverted
+    return best if _is_better(before, lists.errors(best)) else start
 
 
 def _is_better(before: Sequence[Counts], after: Sequence[Counts]) -> bool:

@@ -262,22 +262,18 @@ def _read_model(content: Content, encoder: Mapping[str, Any] | None, **output: A
     fields, _ = _ENCODER.read("encoder_config", encoder)
     is_streaming = encoder.get("model_type") == _STREAMING
     if is_streaming:
-        fields |= _read_streaming(encoder)
+        left = integer("encoder_config.sliding_window", encoder.get("sliding_window", 71)) - 1
+        option = "default_num_lookahead_tokens"
+        ahead = integer(f"encoder_config.{option}", encoder.get(option, 13))
+        # transformers takes the whole chunks that fit.
+        left -= left % (ahead + 1)
+        context = read_contexts([left, ahead], "chunked_limited")
+        fields |= {"context": context, **_STREAMING_FIELDS}
     return ModelConfig(
         features=FeatureConfig(**features, mel_bins=bins, normalize=not is_streaming),
         encoder=FastConformerConfig(**fields),
         **{"decoder": None, **output},
     )
-
-
-def _read_streaming(encoder: Mapping[str, Any]) -> dict[str, Any]:
-    left = integer("encoder_config.sliding_window", encoder.get("sliding_window", 71)) - 1
-    option = "default_num_lookahead_tokens"
-    ahead = integer(f"encoder_config.{option}", encoder.get(option, 13))
-    # transformers takes the whole chunks that fit.
-    left -= left % (ahead + 1)
-    context = read_contexts([left, ahead], "chunked_limited")
-    return {"context": context, **_STREAMING_FIELDS}
 
 
 _STREAMING_FIELDS = {

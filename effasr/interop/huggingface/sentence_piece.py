@@ -1,20 +1,18 @@
 """A SentencePiece model as the ``tokenizer.json`` that transformers reads."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from effasr.data.tokenizer.hugging_face import SETTINGS_FILE, TOKENIZER_FILE
+from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
 from effasr.interop.huggingface.files import write_json
-
-if TYPE_CHECKING:
-    from effasr.data.tokenizer.sentence_piece import AggregateTokenizer
 
 _CONTROL = 3  # type of a piece that no text has
 _BLANK = "<blank>"
 
 
 def export_sentence_piece(
-    tokenizer: "AggregateTokenizer", folder: Path, *, pad_id: int, bos_id: int, eos_id: int
+    tokenizer: AggregateTokenizer, folder: Path, *, pad_id: int, bos_id: int, eos_id: int
 ) -> None:
     """Write ``tokenizer.json`` with the ids of ``tokenizer``, and its settings.
 

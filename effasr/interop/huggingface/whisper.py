@@ -6,7 +6,6 @@ Utterances are followed by silence up to the 30 s that such models were trained 
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -137,8 +136,22 @@ def _read(content: Content) -> tuple[ModelConfig, int]:
         max_initial_timestamp=timestamp if isinstance(timestamp, int) else None,
     )
     bins = mapping.get("num_mel_bins", 80)
+    seconds = encoder.max_frames / 50
+    expected = {**_FEATURES, "feature_size": bins, "chunk_length": seconds}
+    Section(constants=expected).read("preprocessor_config", content.preprocessor)
     config = ModelConfig(
-        features=_read_features(content.preprocessor, bins, encoder.max_frames),
+        features=FeatureConfig(
+            kind="whisper",
+            sample_rate=16_000,
+            subsampling=2,
+            minimum_s=seconds,
+            mel_bins=bins,
+            n_fft=400,
+            window=400,
+            hop=160,
+            preemphasis=0.0,
+            normalize=False,
+        ),
         encoder=encoder,
         decoder=_with_alignment_heads(decoder, generation.get("alignment_heads")),
     )
@@ -163,24 +176,6 @@ def _with_alignment_heads(decoder: DecoderConfig, heads: Any) -> DecoderConfig:
             "name layers and heads of the decoder: transformers will have no word timestamps."
         )
         return decoder
-
-
-def _read_features(mapping: Mapping[str, Any], mel_bins: int, max_frames: int) -> FeatureConfig:
-    seconds = max_frames / 50
-    expected = {**_FEATURES, "feature_size": mel_bins, "chunk_length": seconds}
-    Section(constants=expected).read("preprocessor_config", mapping)
-    return FeatureConfig(
-        kind="whisper",
-        sample_rate=16_000,
-        subsampling=2,
-        minimum_s=seconds,
-        mel_bins=mel_bins,
-        n_fft=400,
-        window=400,
-        hop=160,
-        preemphasis=0.0,
-        normalize=False,
-    )
 
 
 def _write(model: ASRModel, tokens: SpecialTokens) -> Content:

@@ -108,7 +108,15 @@ def _read(archive: NemoArchive) -> NemoModel:
     computed = (_BANDS, _WINDOW, _POSITIONS, _OUTPUT, *_IGNORED)
     unknown = {key: value for key, value in remaining.items() if key not in computed}
     check_weights(state | unknown, shapes, archive.path, CONFIG)
-    _warn_about_options(archive.config, unused)
+    if unused:
+        _log.warning("Options of training that are not used here: %s.", ", ".join(unused))
+    most = ((archive.config.get("decoding") or {}).get("greedy") or {}).get("max_symbols")
+    if most not in (None, _MAX_SYMBOLS):
+        _log.warning(
+            "`decoding.greedy.max_symbols` = %s is not part of a model here: decode with "
+            "`max_symbols`.",
+            most,
+        )
     return NemoModel(config, vocab_size, state, tokenizer, _prompt(archive.config, tokenizer))
 
 
@@ -155,18 +163,6 @@ def _prompt(config: Mapping[str, Any], tokenizer: NeMoTokenizer) -> Prompt:
     )
 
 
-def _warn_about_options(config: Mapping[str, Any], unused: list[str]) -> None:
-    if unused:
-        _log.warning("Options of training that are not used here: %s.", ", ".join(unused))
-    most = ((config.get("decoding") or {}).get("greedy") or {}).get("max_symbols")
-    if most not in (None, _MAX_SYMBOLS):
-        _log.warning(
-            "`decoding.greedy.max_symbols` = %s is not part of a model here: decode with "
-            "`max_symbols`.",
-            most,
-        )
-
-
 _ROUNDED_TO = 8
 """NeMo rounds the classes of a Canary up to a multiple of this."""
 
@@ -202,7 +198,16 @@ def export_nemo(
     else:
         classes = len(tokens.ids)
         _put_labels(state, tokens, model.vocab_size)
-    _warn_about_losses(config, name)
+    exported = ("decoder",) if name == MULTITASK else ("transducer", "ctc")
+    warn_about_parts(config, exported, f"NeMo's {name}")
+    encoder, decoder = config.encoder, config.decoder
+    assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
+    dropped = []
+    if encoder.activation_dropout != encoder.residual_dropout:
+        dropped.append(f"encoder.activation_dropout = {encoder.activation_dropout}")
+    if decoder is not None and decoder.activation_dropout:
+        dropped.append(f"decoder.activation_dropout = {decoder.activation_dropout}")
+    warn_about_options(dropped)
     names = renames(hybrid=name == HYBRID)
     weights = export_weights(state, names, to_nemo_order) | _tables(config)
     if name == MULTITASK:
@@ -210,7 +215,18 @@ def export_nemo(
         weights["log_softmax.mlp.layer0.weight"] = embedding
     yaml = model_yaml(config, tokens, classes)
     if tokens.prompt_format is not None and prompt is not None:
-        yaml["prompt_defaults"] = _defaults(prompt, tokens.prompt_format)
+        # Languages are not tokens in this model, because NeMo chooses the tokenizer by them.
+        slots = {
+            "source_lang": prompt.source,
+            "target_lang": prompt.target,
+            "pnc": "<|pnc|>" if prompt.punctuation else "<|nopnc|>",
+        }
+        if tokens.prompt_format == "canary":
+            slots["task"] = f"<|{prompt.task}|>"
+        else:
+            slots |= {"decodercontext": "", "emotion": "<|emo:undefined|>", "itn": "<|noitn|>"}
+            slots |= {"timestamp": "<|notimestamp|>", "diarize": "<|nodiarize|>"}
+        yaml["prompt_defaults"] = [{"role": "user", "slots": slots}]
     write_archive(Path(path), yaml, weights, tokens.files)
     return name
 
@@ -293,31 +309,3 @@ def _tables(config: ModelConfig) -> dict[str, Tensor]:
         name = "transf_decoder._embedding.position_embedding.pos_enc"
         tables[name] = position_table(config.decoder.max_positions, config.decoder.width)
     return tables
-
-
-def _defaults(prompt: Prompt, prompt_format: str) -> list[dict[str, object]]:
-    # Languages are not tokens in this model, because NeMo chooses the tokenizer by them.
-    slots = {
-        "source_lang": prompt.source,
-        "target_lang": prompt.target,
-        "pnc": "<|pnc|>" if prompt.punctuation else "<|nopnc|>",
-    }
-    if prompt_format == "canary":
-        slots["task"] = f"<|{prompt.task}|>"
-    else:
-        slots |= {"decodercontext": "", "emotion": "<|emo:undefined|>", "itn": "<|noitn|>"}
-        slots |= {"timestamp": "<|notimestamp|>", "diarize": "<|nodiarize|>"}
-    return [{"role": "user", "slots": slots}]
-
-
-def _warn_about_losses(config: ModelConfig, name: str) -> None:
-    exported = ("decoder",) if name == MULTITASK else ("transducer", "ctc")
-    warn_about_parts(config, exported, f"NeMo's {name}")
-    encoder, decoder = config.encoder, config.decoder
-    assert isinstance(encoder, FastConformerConfig)  # checked by check_expressible
-    dropped = []
-    if encoder.activation_dropout != encoder.residual_dropout:
-        dropped.append(f"encoder.activation_dropout = {encoder.activation_dropout}")
-    if decoder is not None and decoder.activation_dropout:
-        dropped.append(f"decoder.activation_dropout = {decoder.activation_dropout}")
-    warn_about_options(dropped)

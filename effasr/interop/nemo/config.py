@@ -366,11 +366,24 @@ def model_yaml(config: ModelConfig, tokens: NemoTokens, classes: int) -> dict[st
         "log_prediction": True,
         **_write_data(config.features.sample_rate, lhotse=name == MULTITASK),
         "tokenizer": tokens.section,
-        "preprocessor": _write_preprocessor(config.features),
+        "preprocessor": tables.PREPROCESSOR.write(
+            config.features,
+            normalize="per_feature" if config.features.normalize else "NA",
+            window_size=_seconds(config.features.window, config.features.sample_rate),
+            window_stride=_seconds(config.features.hop, config.features.sample_rate),
+            n_fft=config.features.n_fft,
+        ),
     }
     if config.spec_augment != SpecAugmentConfig():
         yaml["spec_augment"] = tables.AUGMENT.write(config.spec_augment)
-    yaml["encoder"] = _write_encoder(encoder, config.features.mel_bins)
+    yaml["encoder"] = tables.ENCODER.write(
+        encoder,
+        feat_in=config.features.mel_bins,
+        use_bias=encoder.bias or encoder.convolution_bias,
+        ff_expansion_factor=encoder.feed_forward // encoder.width,
+        **(write_contexts(encoder.context) or {}),
+        conv_context_size="causal" if encoder.causal_convolution else None,
+    )
     if name == MULTITASK:
         assert config.decoder is not None
         yaml |= _write_multitask(config.decoder, encoder.width, tokens, classes)
@@ -399,31 +412,10 @@ def _write_data(rate: int, *, lhotse: bool) -> dict[str, Any]:
     }
 
 
-def _write_preprocessor(features: FeatureConfig) -> dict[str, Any]:
-    return tables.PREPROCESSOR.write(
-        features,
-        normalize="per_feature" if features.normalize else "NA",
-        window_size=_seconds(features.window, features.sample_rate),
-        window_stride=_seconds(features.hop, features.sample_rate),
-        n_fft=features.n_fft,
-    )
-
-
 def _seconds(samples: int, rate: int) -> float:
     """Seconds that NeMo truncates to this many samples."""
     seconds = samples / rate
     return seconds if int(seconds * rate) == samples else (samples + 0.5) / rate
-
-
-def _write_encoder(encoder: FastConformerConfig, bands: int) -> dict[str, Any]:
-    return tables.ENCODER.write(
-        encoder,
-        feat_in=bands,
-        use_bias=encoder.bias or encoder.convolution_bias,
-        ff_expansion_factor=encoder.feed_forward // encoder.width,
-        **(write_contexts(encoder.context) or {}),
-        conv_context_size="causal" if encoder.causal_convolution else None,
-    )
 
 
 def _write_labels(

@@ -11,7 +11,6 @@ import torch
 from effasr.data.atomic_files import write_atomically
 from effasr.interop.onnx.plain_model import StreamingStep, predictor_step
 from effasr.model.asr import ASRModel
-from effasr.model.decoder import DecoderConfig
 from effasr.model.transducer import Transducer
 
 DESCRIPTION = "onnx.json"
@@ -37,7 +36,26 @@ def describe(
         rows["blank_id"] = model.vocab_size
     if model.config.decoder is not None and step is None:
         rows["max_positions"] = model.config.decoder.max_positions
-        rows["decoder_step"] = _decoder_step(model.config.decoder)
+        rows["decoder_step"] = {
+            "file": "decoder_step.onnx",
+            "inputs": {
+                "tokens": "int64 (batch,): the next token of each utterance",
+                "positions": "int64 (batch,): past, how many tokens it has read",
+                "past_keys": "float32 (layers, batch, heads, past, head_dim): past is 0 at first",
+                "past_values": "as past_keys",
+                "cross_keys": "from the encoder",
+                "cross_values": "from the encoder",
+                "encoded_lengths": "from the encoder",
+            },
+            "outputs": {
+                "logits": "float32 (batch, vocabulary)",
+                "keys": "past_keys of the next step",
+                "values": "past_values of the next step",
+            },
+            "layers": model.config.decoder.layers,
+            "heads": model.config.decoder.heads,
+            "head_dim": model.config.decoder.head_width,
+        }
         # Tokens that must not be chosen, or not first: see DecoderConfig.
         for name in ("suppress", "begin_suppress"):
             if tokens := getattr(model.config.decoder, name):
@@ -103,29 +121,6 @@ def _state(
     shape = ["batch" if size is None else size for size in sizes]
     name = str(dtype).removeprefix("torch.")
     return {"dtype": name, "shape": shape, "initial": initial, "next": following}
-
-
-def _decoder_step(decoder: DecoderConfig) -> dict[str, Any]:
-    return {
-        "file": "decoder_step.onnx",
-        "inputs": {
-            "tokens": "int64 (batch,): the next token of each utterance",
-            "positions": "int64 (batch,): past, how many tokens it has read",
-            "past_keys": "float32 (layers, batch, heads, past, head_dim): past is 0 at first",
-            "past_values": "as past_keys",
-            "cross_keys": "from the encoder",
-            "cross_values": "from the encoder",
-            "encoded_lengths": "from the encoder",
-        },
-        "outputs": {
-            "logits": "float32 (batch, vocabulary)",
-            "keys": "past_keys of the next step",
-            "values": "past_values of the next step",
-        },
-        "layers": decoder.layers,
-        "heads": decoder.heads,
-        "head_dim": decoder.head_width,
-    }
 
 
 def _predictor(head: Transducer) -> dict[str, Any]:

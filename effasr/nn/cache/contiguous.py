@@ -200,7 +200,14 @@ class ContiguousCache:
         sizes = self.sizes
         room = _rounded(room) if room else 0
         shape = sizes.layers, 2, rows, sizes.heads, room, self._width
-        return _zeros(shape, sizes.dtype, sizes.device)
+        if sizes.device.type != "cpu":
+            return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
+        # torch writes its zeros: 1 GB for 32 slots of Whisper base, of which a few files use a few.
+        # NumPy's are pages that the system makes when they are first written.
+        size = math.prod(shape) * sizes.dtype.itemsize
+        memory = np.zeros(size + _ALIGNMENT, np.uint8)
+        begin = -memory.ctypes.data % _ALIGNMENT
+        return torch.from_numpy(memory[begin : begin + size]).view(sizes.dtype).view(*shape)
 
     def _hold(self, held: Tensor) -> None:
         """Use (layers, 2, rows, H, room, D) as keys and values."""
@@ -213,17 +220,6 @@ class ContiguousCache:
         near = self._held[:, :, begin:end, :, :length].unbind(0)
         keys = [part[0].flatten(0, 1).transpose(1, 2) for part in near]
         return keys, [part[1].flatten(0, 1) for part in near]
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch writes its zeros: 1 GB for 32 slots of Whisper base, of which a few files use a few.
-    # NumPy's are pages that the system makes when they are first written.
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(*shape)
 
 
 def _rounded(length: int) -> int:

@@ -110,7 +110,10 @@ class PagedCache:
         # rows: int64 (N,), those others
         full = length // PAGE
         table = self.table[rows]
-        first = self._unshared_table()
+        # The table before rows shared pages.
+        if self._beginning is None:
+            self._beginning = self._numbers(self._row_pages)
+        first = self._beginning
         if length % PAGE:
             begun = self.pages[:, :, table[:, full].long(), : length % PAGE]
             self.pages[:, :, first[:, full].long(), : length % PAGE] = begun
@@ -141,12 +144,6 @@ class PagedCache:
             entries = self._numbers([self._row_pages[row] for row in rows])
             self.table.index_copy_(0, self.sizes.integers(rows), entries)
         self._beginning = None
-
-    def _unshared_table(self) -> Tensor:
-        """The table before rows shared pages."""
-        if self._beginning is None:
-            self._beginning = self._numbers(self._row_pages)
-        return self._beginning
 
     def _numbers(self, pages_by_row: Sequence[Sequence[int]]) -> Tensor:
         width = self.table.shape[1]

@@ -148,7 +148,11 @@ class Search:
             frames = [trial.frames for trial in fitting]
             memory = LinearModel.fit(frames, [trial.measured.peak_bytes for trial in fitting])
             speed = LinearModel.fit(frames, [trial.measured.seconds for trial in fitting])
-            largest = self._largest(memory)
+            # The largest budget whose longest utterances together are predicted to fit.
+            most = min(self._cap, memory.frames_within(self.target * (1 - self.settings.margin)))
+            failed = [trial.frames for trial in self.trials if self._failed(trial)]
+            most = min(most, _BACK_OFF * min(failed, default=math.inf))
+            largest = self._rounded(max(self.population.longest, int(most)))
             budget, reason = self._choose(speed, largest)
             replay = self._replayed(budget)
             if replay is None and len(self.trials) < _MOST_TRIALS:
@@ -194,13 +198,6 @@ class Search:
         """Largest frame budget with which an epoch has `_LEAST_STEPS` steps."""
         total = self.population.total_frames
         return max(self.population.longest, total // (_LEAST_STEPS * self.micro_batches))
-
-    def _largest(self, memory: LinearModel) -> int:
-        """Return the largest budget whose longest utterances together are predicted to fit."""
-        most = min(self._cap, memory.frames_within(self.target * (1 - self.settings.margin)))
-        failed = [trial.frames for trial in self.trials if self._failed(trial)]
-        most = min(most, _BACK_OFF * min(failed, default=math.inf))
-        return self._rounded(max(self.population.longest, int(most)))
 
     def _failed(self, trial: Trial) -> bool:
         return not trial.measured.fits or trial.measured.peak_bytes > self.target

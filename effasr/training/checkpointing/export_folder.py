@@ -40,7 +40,18 @@ def export_folder(directory: Path, dropped: Collection[str] = ()) -> Iterator[Pa
             _carry_over(directory, staged, dropped)
             publish_folder(directory)
         else:
-            _move(staged, directory, dropped)
+            # Move files, each of them written whole, to the places of the old ones.
+            stale = [directory / name for name in dropped if not (staged / name).exists()]
+            for path in sorted(staged.rglob("*")):
+                target = directory / path.relative_to(staged)
+                if path.is_dir():
+                    target.mkdir(exist_ok=True)
+                    continue
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                path.replace(target)
+            for path in stale:
+                path.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         # RuntimeError is left alone: the conversion of a model may raise it, too.
         with naming(directory):
@@ -95,18 +106,3 @@ def _carry_over(old: Path, new: Path, dropped: Collection[str] = ()) -> None:
                 except OSError:
                     # The file system has no links, or the file is somebody else's.
                     shutil.copy2(entry.path, target)
-
-
-def _move(new: Path, old: Path, dropped: Collection[str]) -> None:
-    """Move files, each of them written whole, to the places of the old ones."""
-    stale = [old / name for name in dropped if not (new / name).exists()]
-    for path in sorted(new.rglob("*")):
-        target = old / path.relative_to(new)
-        if path.is_dir():
-            target.mkdir(exist_ok=True)
-            continue
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        path.replace(target)
-    for path in stale:
-        path.unlink(missing_ok=True)

@@ -1,7 +1,5 @@
 """Chooses hypotheses to show at a validation, and wraps text for a console."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +20,9 @@ _MARGIN = 19
 _CONSOLE = Console(width=WIDTH, quiet=True)
 
 
-def choose(evaluations: Mapping[str, Evaluation], count: int) -> dict[str, list[ScoredUtterance]]:
+def choose(
+    evaluations: "Mapping[str, Evaluation]", count: int
+) -> "dict[str, list[ScoredUtterance]]":
     """Return utterances of each set, ``count`` in all, the same ones at each validation."""
     # Spread over the sets, and within a set over the durations. The shortest and the longest
     # utterances are less representative and come last.
@@ -37,7 +37,7 @@ def choose(evaluations: Mapping[str, Evaluation], count: int) -> dict[str, list[
     return {name: utterances for name, utterances in chosen.items() if utterances}
 
 
-def lines(utterance: ScoredUtterance) -> Iterator[str]:
+def lines(utterance: "ScoredUtterance") -> Iterator[str]:
     """Yield the id, the reference and the hypothesis, aligned below each other."""
     yield f"  {utterance.id}"
     for label, text in (("reference ", utterance.reference), ("hypothesis", utterance.hypothesis)):

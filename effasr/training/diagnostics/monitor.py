@@ -18,7 +18,7 @@ from effasr.training.diagnostics.probe import ProbeSums
 from effasr.training.loss import LOSSES
 
 if TYPE_CHECKING:
-    from effasr.evaluation.result import Evaluation, ScoredUtterance
+    from effasr.evaluation.result import Evaluation
     from effasr.training.corpus import TrainingCorpus
 
 
@@ -266,11 +266,6 @@ def is_loop(text: str) -> bool:
     words = text.split()
     # A loop of characters has at least 16: "hahaha" is a word.
     return _has_run(words, longest=8) or _has_run("".join(words), longest=16, least=16)
-
-
-def count_loops(utterances: Iterable[ScoredUtterance]) -> int:
-    """Return the number of hypotheses that loop where the reference does not."""
-    return sum(is_loop(row.hypothesis) and not is_loop(row.reference) for row in utterances)
 
 
 def _has_run(units: Sequence[str], *, longest: int, least: int = 0) -> bool:
@@ -570,7 +565,7 @@ class Diagnostics:
             # A translation may have other words than its reference.
             total(row.errors for row in utterances if not row.is_translation),
             len(utterances),
-            count_loops(utterances),
+            sum(is_loop(row.hypothesis) and not is_loop(row.reference) for row in utterances),
             probe,
             {name: value / steps for name, value in self._sums.items()} if steps else {},
         )

@@ -46,7 +46,7 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
     tokens = _sequences(batch.tokens, begin, end)
     monotonic = batch.monotonic[begin:end]
     audio = _sequences(batch.audio, begin, end)
-    frames = _layout(batch.frames, begin, end)
+    frames = PackedLayout.from_lengths(batch.frames.lengths[begin:end])
     text = _sequences(batch.text, begin, end)
     return replace(
         batch,
@@ -72,17 +72,13 @@ def utterances(batch: Batch, begin: int, end: int) -> Batch:
 
 def _sequences(packed: PackedSequence, begin: int, end: int) -> PackedSequence:
     values = _rows(packed.values, packed.layout, begin, end)
-    return PackedSequence(values, _layout(packed.layout, begin, end))
+    return PackedSequence(values, PackedLayout.from_lengths(packed.layout.lengths[begin:end]))
 
 
 def _rows(values: Tensor, layout: PackedLayout, begin: int, end: int) -> Tensor:
     offsets = layout.cu_seqlens_host
     # A copy, so that the whole tensor need not be kept for a part.
     return values[offsets[begin] : offsets[end]].clone(memory_format=torch.contiguous_format)
-
-
-def _layout(layout: PackedLayout, begin: int, end: int) -> PackedLayout:
-    return PackedLayout.from_lengths(layout.lengths[begin:end])
 
 
 # Recovery from out-of-memory errors: a micro-batch that does not fit is computed in pieces.
@@ -214,18 +210,11 @@ class OOMRecovery:
             )
         self._grad_sync.discard()
         work = [[outcome.piece for outcome in pieces] for pieces in self._done]
-        self._recompute([*work, list(piece.halves(result.reason))], exchanging=exchanging)
-
-    def _recompute(self, work: Sequence[Sequence[Piece]], *, exchanging: bool) -> None:
-        """Compute the pieces of all micro-batches so far, and split those that do not fit.
-
-        All micro-batches, because the failed backward has added a part of its gradient, which
-        cannot be subtracted; and without ``grad``, so that another failure does no harm.
-        """
+        # Compute the pieces of all micro-batches so far, and split those that do not fit.
         _restore(self._statistics, self.kept)
         sums: list[Tensor | None] = [None] * len(self._grad_sync.parameters)
         self._done = []
-        for pieces in work:
+        for pieces in [*work, list(piece.halves(result.reason))]:
             self._done.append(self._recompute_micro_batch(pieces, sums))
             self.splits += len(self._done[-1]) - len(pieces)
         self.splits += 1
@@ -249,7 +238,12 @@ class OOMRecovery:
                 waiting.extendleft(reversed(piece.halves(result.reason)))
                 continue
             gradients, parts, losses = result
-            _accumulate(sums, gradients)
+            for index, gradient in enumerate(gradients):
+                value = sums[index]
+                if value is None:
+                    sums[index] = gradient
+                elif gradient is not None:
+                    value += gradient
             done.append(Outcome(piece, parts, losses))
             seen.append([statistic.clone() for statistic in self._statistics])
         if len(done) > 1:
@@ -274,15 +268,6 @@ def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tenso
             used.add(gradient.data_ptr())
         local.append(gradient)
     return local
-
-
-def _accumulate(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-    for index, gradient in enumerate(gradients):
-        value = sums[index]
-        if value is None:
-            sums[index] = gradient
-        elif gradient is not None:
-            value += gradient
 
 
 @torch.no_grad()

@@ -119,7 +119,14 @@ class RemoteRun:
         while True:
             is_last = self._ends.wait(_EVERY_S)
             try:
-                self._renew()
+                holder = self._holder()
+                if holder and holder.get("run") != self._run:
+                    self._is_locked = False
+                    raise ValueError(
+                        f"{self._url}: another run, on {holder.get('host')}, writes there now: "
+                        f"nothing more is copied; {self._folder} has all of this run."
+                    )
+                self._write_lock()
                 self._send_all()
                 self._remove_outdated()
                 if is_last:
@@ -237,16 +244,6 @@ class RemoteRun:
                 )
         self._write_lock()
         self._is_locked = True
-
-    def _renew(self) -> None:
-        holder = self._holder()
-        if holder and holder.get("run") != self._run:
-            self._is_locked = False
-            raise ValueError(
-                f"{self._url}: another run, on {holder.get('host')}, writes there now: nothing "
-                f"more is copied; {self._folder} has all of this run."
-            )
-        self._write_lock()
 
     def _write_lock(self) -> None:
         text = {"run": self._run, "host": socket.gethostname(), "pid": os.getpid()}

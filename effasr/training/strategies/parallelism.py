@@ -1,7 +1,5 @@
 """Distribution of a model, its optimizer and its weights over ranks, and their common steps."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -179,8 +177,8 @@ class SynchronousStrategy:
         return make_averager(self._config, model, optimizer, statistics, self._context)
 
     def steps(
-        self, loader: Loader, state: TrainState, progress: RunProgress
-    ) -> AbstractContextManager[Iterator[StepBatch | None]]:
+        self, loader: "Loader", state: TrainState, progress: RunProgress
+    ) -> "AbstractContextManager[Iterator[StepBatch | None]]":
         """Return an iterator of this rank's steps; None where ranks have to be synchronized."""
         # A generator, so that closing it ends the data workers.
         return closing(cast("Generator[StepBatch | None]", loader.steps(*progress.position)))
@@ -188,7 +186,7 @@ class SynchronousStrategy:
     def steps_made(self, progress: RunProgress) -> int:
         return progress.step
 
-    def step_number(self, data: StepBatch, progress: RunProgress) -> int:
+    def step_number(self, data: "StepBatch", progress: RunProgress) -> int:
         """Return the number of the global step that data belong to, from 0."""
         return progress.step
 
@@ -202,18 +200,18 @@ class SynchronousStrategy:
         last = self._config.training.known_steps
         return state.adascale is not None and state.adascale.progress >= last
 
-    def finish(self, data: StepBatch, progress: RunProgress, *, stopping: bool) -> None:
+    def finish(self, data: "StepBatch", progress: RunProgress, *, stopping: bool) -> None:
         progress.step += 1
         progress.epoch, progress.position = data.epoch, data.next_position
         self.is_stopping = stopping
 
-    def is_sync_point(self, data: StepBatch | None) -> bool:
+    def is_sync_point(self, data: "StepBatch | None") -> bool:
         return True
 
     def synchronize(self, state: TrainState, progress: RunProgress) -> bool:
         """Make all ranks equal after None from `steps`; return whether some were lost."""
         return False
 
-    def metrics(self, progress: RunProgress, watchdog: Watchdog, data: StepBatch | None) -> dict:
+    def metrics(self, progress: RunProgress, watchdog: Watchdog, data: "StepBatch | None") -> dict:
         """Return fields of metrics.jsonl about the speed of ranks; only rank 0 calls this."""
         return dict(watchdog.slowest())

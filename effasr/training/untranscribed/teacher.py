@@ -72,7 +72,19 @@ class Teacher:
             best = torch.cat([model.ctc_logits(part).argmax(-1) for part in rows])
             emits = emitted(best, encoded.layout, model.vocab_size)
             text, tokens = add_labels(moved.text, best, emits, encoded.layout, room)
-            confidence = self._confidence(encoded, text, tokens)
+            # The confidence in each label, float64 (N,); see `TeacherConfig`.
+            head = self._model.ctc_head
+            assert head is not None
+            loss = ctc_loss(
+                encoded.values,
+                head.weight,
+                text.values,
+                encoded.layout,
+                text.layout,
+                bias=head.bias,
+                blank_id=self._model.vocab_size,
+            )
+            confidence = (-loss.double() / tokens.clamp(min=1)).exp()
         fits = (tokens > 0) & (tokens <= room)
         used = fits & (confidence >= self._config.min_confidence)
         monotonic = moved.monotonic | used
@@ -87,21 +99,6 @@ class Teacher:
         )
         targets = torch.where(used, tokens + 1, 0).sum()
         return replace(batch, text=text, monotonic=monotonic, label_room=None), targets
-
-    def _confidence(self, encoded: PackedSequence, text: PackedSequence, tokens: Tensor) -> Tensor:
-        """Return the confidence in each label, float64 (N,); see `TeacherConfig`."""
-        head = self._model.ctc_head
-        assert head is not None
-        loss = ctc_loss(
-            encoded.values,
-            head.weight,
-            text.values,
-            encoded.layout,
-            text.layout,
-            bias=head.bias,
-            blank_id=self._model.vocab_size,
-        )
-        return (-loss.double() / tokens.clamp(min=1)).exp()
 
     def line(self) -> dict[str, Any]:
         """Return shares of this rank's utterances without text since the last line.

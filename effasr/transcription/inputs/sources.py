@@ -109,7 +109,10 @@ def _expand(argument: str) -> Iterator[Source]:
         problem = f"{argument}: a set of recordings, not a recording: name it by `--manifest`."
         yield Source(argument, path.name, problem=problem)
     elif glob.has_magic(argument) and not os.path.lexists(argument):
-        root, pattern = _split(argument)
+        # The folder before the first wildcard, and the rest.
+        parts = PurePath(argument).parts
+        first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+        root, pattern = os.path.join("", *parts[:first]), os.path.join(*parts[first:])
         files = sorted(_matches(root, pattern))
         if not files:
             yield Source(argument, path.name, problem=f"{argument}: no file matches.")
@@ -130,18 +133,11 @@ def _matches(root: str, pattern: str) -> Iterator[str]:
             yield str(below if plain else os.path.join(root, below))
 
 
-def _split(pattern: str) -> tuple[str, str]:
-    """Return the folder before the first wildcard, and the rest."""
-    parts = PurePath(pattern).parts
-    first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    return os.path.join("", *parts[:first]), os.path.join(*parts[first:])
-
-
 def source_of(name: str, utterance: object) -> Source:
     from effasr.data.manifest.cuts import prompt_of
     from effasr.data.manifest.utterance import FileUtterance, existing
 
-    file = _file_name(name)
+    file = name.replace("/", "_").replace("\0", "_") or "recording"
     if isinstance(utterance, FileUtterance) and utterance.embedded is None:
         return Source(
             name,
@@ -170,7 +166,3 @@ def _below(file: str, folder: str) -> str:
 
 def _stem(path: Path) -> str:
     return path.stem or path.name or "recording"
-
-
-def _file_name(name: str) -> str:
-    return name.replace("/", "_").replace("\0", "_") or "recording"

@@ -404,7 +404,9 @@ class OnlineRecognizer:
             with evaluating(self.model):
                 stream._segments.take_open(self._search.finish(slot))
         with evaluating(self.model):
-            stream._end()
+            stream._segments.end()
+            stream._audio.clear()
+            stream.done = True
         self._open[slot] = None
 
     def _step(self, chunks: dict[int, np.ndarray]) -> None:
@@ -520,11 +522,6 @@ class OnlineStream:
         """Frames of the samples so far that are not decoded; more than a chunk while more come."""
         most = self.recognizer._framing.frames(self._audio.end) - self.frames
         return most if self.finished else max(most, self.recognizer.context.chunk)
-
-    def _end(self) -> None:
-        self._segments.end()
-        self._audio.clear()
-        self.done = True
 
 
 def _check_options(model: ASRModel, config: DecodingConfig) -> None:

@@ -1,6 +1,6 @@
 """Correction of transcripts by a model that reads their alternatives."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import islice
@@ -57,29 +57,24 @@ class Corrector:
         """Correct recordings, in order; one in a language without an expert becomes a failure."""
         coming = iter(results)
         while group := list(islice(coming, _RECORDINGS)):
-            yield from self._group(group)
-
-    def _group(self, group: Sequence[Result]) -> list[Result]:
-        results = [self._checked(item) for item in group]
-        recordings = [item for item in results if isinstance(item, Transcription)]
-        pairs = [(item, segment) for item in recordings for segment in item.segments]
-        lists = [joined_texts(segment.alternatives) for _, segment in pairs]
-        readable = [index for index, text in enumerate(lists) if text]
-        written = self._writer.write(
-            [(lists[index], text_prompt(pairs[index][0].prompt)) for index in readable],
-            [pairs[index][1].text for index in readable],
-        )
-        by_index = dict(zip(readable, written, strict=True))
-        segments = iter(
-            self._corrected(item, segment, by_index.get(index))
-            for index, (item, segment) in enumerate(pairs)
-        )
-        return [
-            item.with_segments(tuple(islice(segments, len(item.segments))))
-            if isinstance(item, Transcription)
-            else item
-            for item in results
-        ]
+            checked = [self._checked(item) for item in group]
+            recordings = [item for item in checked if isinstance(item, Transcription)]
+            pairs = [(item, segment) for item in recordings for segment in item.segments]
+            lists = [joined_texts(segment.alternatives) for _, segment in pairs]
+            readable = [index for index, text in enumerate(lists) if text]
+            written = self._writer.write(
+                [(lists[index], text_prompt(pairs[index][0].prompt)) for index in readable],
+                [pairs[index][1].text for index in readable],
+            )
+            by_index = dict(zip(readable, written, strict=True))
+            segments = iter(
+                self._corrected(item, segment, by_index.get(index))
+                for index, (item, segment) in enumerate(pairs)
+            )
+            for item in checked:
+                if isinstance(item, Transcription):
+                    item = item.with_segments(tuple(islice(segments, len(item.segments))))
+                yield item
 
     def _checked(self, result: Result) -> Result:
         if isinstance(result, Transcription):

@@ -1,7 +1,5 @@
 """Writing keys and values of new rows to their places in pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`append_to_pages` in Triton: one copy."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

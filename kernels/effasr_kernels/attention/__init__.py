@@ -1,7 +1,5 @@
 """Attention within packed sequences, and from one packed batch to another."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ With rotary positions, torch rotates queries and keys before, and rotates their 
 Tensors of float16 and bfloat16 are converted to float32; results and gradients are rounded once.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ They compute the scores by distance where they are used, so that no tensor of si
 stored, in either pass.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -1,7 +1,5 @@
 """Limited context of self-attention: the frames that a query sees around its chunk."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

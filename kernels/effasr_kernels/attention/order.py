@@ -1,7 +1,5 @@
 """The order in which backends of `attention` are tried."""
 
-from __future__ import annotations
-
 import torch
 
 from effasr_kernels.runtime.dispatch import Backend

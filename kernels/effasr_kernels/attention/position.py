@@ -1,7 +1,5 @@
 """Position encodings of attention scores: rotary and relative."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

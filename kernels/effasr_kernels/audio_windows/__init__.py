@@ -1,7 +1,5 @@
 """Windows of packed audio, for a Fourier transform of each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -4,9 +4,6 @@ Neighbouring windows overlap, but what they share is in the cache of a program. 
 points are 138 MB, which takes an H200 (4.8 TB/s) 29 us; the audio is 43 MB.
 """
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Batch normalization of packed sequences, with the activation that follows it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

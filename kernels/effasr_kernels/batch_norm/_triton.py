@@ -4,8 +4,6 @@ Threads load 16 bytes at a time. Sums are over spans of rows in a fixed order, s
 repeat to the bit.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Distance of speech from text under the best monotone alignment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,10 +21,6 @@ class AlignmentArguments:
     layout_text: PackedLayout
 
 
-def _outputs(a: AlignmentArguments) -> Tensor:
-    return a.speech.new_empty(a.layout_speech.num_sequences, dtype=wide_dtype(a.speech))
-
-
 def _example(inputs: ExampleInputs) -> Keywords:
     frames, tokens = inputs.frames(), inputs.tokens()
     speech, text = (inputs.floating(layout.rows, CHANNELS) for layout in (frames, tokens))
@@ -41,7 +35,7 @@ OPERATION = DifferentiableOp(
         Backend.CPP: "effasr_kernels.best_alignment_loss._cpp",
         Backend.REFERENCE: "effasr_kernels.best_alignment_loss.reference",
     },
-    outputs=_outputs,
+    outputs=lambda a: a.speech.new_empty(a.layout_speech.num_sequences, dtype=wide_dtype(a.speech)),
     flops=lambda a: 2 * pairs(a.layout_speech, a.layout_text) * a.speech.shape[1],
     examples=[Example("best_alignment_loss", _example, 2 * CHANNELS * (24 * 5 + 16 * 3))],
 )

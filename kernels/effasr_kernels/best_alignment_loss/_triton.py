@@ -6,8 +6,6 @@ is one bit: 32 frames of a token share a word. The loss is summed along the alig
 differences of rows, as the scores cancel where rows are close.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import torch
 import triton

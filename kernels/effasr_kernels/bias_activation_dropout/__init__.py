@@ -1,7 +1,5 @@
 """Bias, activation and dropout of a feed-forward network's inner rows, in one pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,9 +5,6 @@ of 4,096 channels at the 4.8 TB/s of an H200. Separate calls of PyTorch move 9 a
 the dropout included), the gradient of the bias among them.
 """
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Projection to the vocabulary fused with the connectionist temporal classification loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,10 +24,6 @@ class CtcArguments:
     blank_id: int
 
 
-def _outputs(a: CtcArguments) -> Tensor:
-    return a.hidden.new_empty(a.layout_frames.num_sequences, dtype=wide_dtype(a.hidden))
-
-
 def _example(inputs: ExampleInputs) -> Keywords:
     frames = inputs.frames()
     return {
@@ -51,7 +45,7 @@ OPERATION = DifferentiableOp(
         Backend.CPP: "effasr_kernels.ctc_loss._cpp",
         Backend.REFERENCE: "effasr_kernels.ctc_loss.reference",
     },
-    outputs=_outputs,
+    outputs=lambda a: a.hidden.new_empty(a.layout_frames.num_sequences, dtype=wide_dtype(a.hidden)),
     flops=lambda a: 2 * sum(known_lengths(a.layout_frames)) * a.weight.numel(),
     examples=[Example("ctc_loss", _example, 2 * 40 * CLASSES * CHANNELS)],
 )

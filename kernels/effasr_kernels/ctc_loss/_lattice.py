@@ -26,8 +26,6 @@ masses in float32 with a float64 offset for each frame 9e-4; `torch.nn.functiona
 float32 gives 3e-2.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

@@ -14,8 +14,6 @@ the next power of two above K, from 64 to 2,048. This is the only dependence of 
 length. It is a dependence on the bound, not on the lengths, so a static shape compiles once.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Attention of one new token of each hypothesis to keys and values in pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ decoder with 4 layers of 8 heads of 128 channels), that is 49 MB for each layer 
 bfloat16, or 10 us at the 4.8 TB/s of an H200; the 1.5 MFLOP of each query are negligible.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import math
 from dataclasses import dataclass

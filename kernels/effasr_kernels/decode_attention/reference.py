@@ -7,8 +7,6 @@ Batched products are not: MKL chooses the order of summation by the batch size, 
 `scaled_dot_product_attention` with several threads.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Depthwise convolution along time within packed sequences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, overload
 

@@ -7,8 +7,6 @@ Gating again for every tap would cost K exponentials and divisions for each valu
 than a second pass over memory.
 """
 
-from __future__ import annotations
-
 # ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
 # pyright: reportGeneralTypeIssues=false
 import torch
@@ -66,7 +64,7 @@ def forward(a: ConvArguments) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tens
         **config,
         maxnreg=_most_registers(x.dtype, width, options["num_warps"]),
         TAPS=width,
-        LEFT=_left(width, a.causal),
+        LEFT=width - 1 if a.causal else width // 2,
         GATED=a.gated,
         STATISTICS=a.statistics,
         MERGED=merged,
@@ -98,7 +96,7 @@ def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors)
         **options,
         **config,
         TAPS=width,
-        LEFT=_left(width, a.causal),
+        LEFT=width - 1 if a.causal else width // 2,
         GATED=a.gated,
         BIASED=a.bias is not None,
         BLOCK=_BLOCK,
@@ -126,10 +124,6 @@ def _most_registers(dtype: torch.dtype, taps: int, warps: int) -> int | None:
     # A multiprocessor then runs four programs of four warps. In float32 and with more taps, the
     # compiler would spill.
     return 128 if dtype != torch.float32 and taps <= 9 and warps == 4 else None
-
-
-def _left(taps: int, causal: bool) -> int:
-    return taps - 1 if causal else taps // 2
 
 
 def _wide(like: Tensor, *shape: int) -> Tensor:

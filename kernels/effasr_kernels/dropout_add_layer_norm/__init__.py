@@ -1,7 +1,5 @@
 """Dropout of a branch, its addition to the residual stream, and the LayerNorm of the sum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -51,11 +49,6 @@ def _outputs(a: NormArguments) -> tuple[Tensor, Tensor]:
     return normed, a.residual.new_empty(a.residual.shape) if a.prenorm else none
 
 
-def _unread(a: NormArguments) -> tuple[str, ...]:
-    """The sum is a result and holds what the backward needs, unless the norm replaces it."""
-    return ("x", "residual", "bias") if a.prenorm else ("bias",)
-
-
 def _example(inputs: ExampleInputs) -> Keywords:
     layout = inputs.frames()
     return {
@@ -78,7 +71,8 @@ OPERATION = DifferentiableOp(
     outputs=_outputs,
     flops=lambda a: 0,  # no matrix products
     results=2,
-    unread=_unread,
+    # The sum is a result and holds what the backward needs, unless the norm replaces it.
+    unread=lambda a: ("x", "residual", "bias") if a.prenorm else ("bias",),
     examples=[
         Example("dropout_add_layer_norm", _example, 0),
         Example("dropout_add_layer_norm, post-norm", _example_post_norm, 0),

@@ -1,7 +1,5 @@
 """Product of activated gates and values in a gated feed-forward network, in one pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

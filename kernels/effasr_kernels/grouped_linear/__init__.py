@@ -1,7 +1,5 @@
 """A separate linear layer for each group of rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -6,8 +6,6 @@ groups: 69 us at the 989 TFLOP/s of an H200, and twice that in the backward. Wei
 rows are 118 MB, which take 25 us at 4.8 TB/s.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from typing import Any
 
@@ -77,14 +75,10 @@ def _is_narrow(x: Tensor, outputs: int, inputs: int) -> bool:
 
 def _tile(x: Tensor, outputs: int, inputs: int) -> tuple[dict[str, int], dict[str, Any]]:
     if _is_narrow(x, outputs, inputs):
-        return _sizes(64, 64, 32), {"num_warps": 4, "num_stages": 2}
+        return {"BLOCK_R": 64, "BLOCK_N": 64, "BLOCK_K": 32}, {"num_warps": 4, "num_stages": 2}
     # With these two programs share a multiprocessor from sm_90 on.
     step, stages = (64, 3) if capability(x.device)[0] == 9 else (32, 4)
-    return _sizes(128, 128, step), {"num_warps": 8, "num_stages": stages}
-
-
-def _sizes(rows: int, outputs: int, step: int) -> dict[str, int]:
-    return {"BLOCK_R": rows, "BLOCK_N": outputs, "BLOCK_K": step}
+    return {"BLOCK_R": 128, "BLOCK_N": 128, "BLOCK_K": step}, {"num_warps": 8, "num_stages": stages}
 
 
 def _transposed_tile(

@@ -1,7 +1,5 @@
 """Cross-attention with a penalty on attention away from the diagonal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

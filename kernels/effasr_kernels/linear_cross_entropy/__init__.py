@@ -1,7 +1,5 @@
 """Projection to the vocabulary fused with cross-entropy; logits exist only in chunks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

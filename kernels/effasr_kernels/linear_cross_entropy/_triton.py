@@ -1,7 +1,5 @@
 """`linear_cross_entropy` in Triton, on the shared projection kernels."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

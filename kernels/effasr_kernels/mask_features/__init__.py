@@ -1,7 +1,5 @@
 """SpecAugment: bands and stretches of time that are hidden by zeros."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

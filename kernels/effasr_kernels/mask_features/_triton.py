@@ -1,7 +1,5 @@
 """`mask_features` in Triton: one read and one write of the rows, instead of fifty small kernels."""
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Zero mean and unit variance of each channel over each sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

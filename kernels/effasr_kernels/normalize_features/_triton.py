@@ -4,9 +4,6 @@ A program normalizes some channels of a sequence, whose rows are in the level-tw
 first pass: 67,584 rows of 80 bands are 22 MB, and 43 MB are read from and written to memory.
 """
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Projection to the vocabulary fused with top-k; logits are never stored."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

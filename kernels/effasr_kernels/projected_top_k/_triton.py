@@ -7,8 +7,6 @@ loading float32 logits would move only 0.7 MB for 32 rows; for few rows the numb
 matters more.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

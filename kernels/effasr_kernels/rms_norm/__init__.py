@@ -1,7 +1,5 @@
 """Root mean square normalization of rows, in one pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,10 +30,6 @@ def _example(inputs: ExampleInputs) -> Keywords:
     return {"x": inputs.floating(6, CHANNELS), "weight": inputs.floating(CHANNELS), "eps": 1e-6}
 
 
-def _example_with_offset(inputs: ExampleInputs) -> Keywords:
-    return {**_example(inputs), "offset": 1}
-
-
 OPERATION = DifferentiableOp(
     "rms_norm",
     RMSNormArguments,
@@ -43,7 +37,7 @@ OPERATION = DifferentiableOp(
     flops=lambda a: 0,  # no matrix products
     examples=[
         Example("rms_norm", _example, 0),
-        Example("rms_norm, offset", _example_with_offset, 0),
+        Example("rms_norm, offset", lambda inputs: {**_example(inputs), "offset": 1}, 0),
     ],
 )
 

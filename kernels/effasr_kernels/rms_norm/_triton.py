@@ -5,9 +5,6 @@ of 2,048 channels at the 4.8 TB/s of an H200. Separate calls of PyTorch, as in t
 36 forward alone: to float32, square, mean, product, back, and product with the weight.
 """
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 from typing import Any
 
 import triton

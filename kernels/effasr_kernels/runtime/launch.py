@@ -5,8 +5,6 @@ Under ``TRITON_INTERPRET=1`` kernels run on the CPU, slowly, in Triton's interpr
 these launches for a GPU that need not be present.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

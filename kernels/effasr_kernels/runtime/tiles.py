@@ -13,8 +13,6 @@ have fewer programs than that, see `tile_programs`: program p takes the tiles p,
 of P programs, up to the number of those with rows, which it reads.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from collections.abc import Callable
 

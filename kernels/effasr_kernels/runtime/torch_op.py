@@ -7,8 +7,6 @@ returns the tensors that the backward needs as further results. If autograd reco
 reference, the registered backward runs the forward again with autograd and differentiates it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +33,7 @@ _REFUSALS = {
     Backend.CPP: "effasr_kernels.runtime.native:refusal",
 }
 
-OPERATIONS: dict[str, TorchOp] = {}
+OPERATIONS: "dict[str, TorchOp]" = {}
 """Every operation by name; importing a definition adds it."""
 
 

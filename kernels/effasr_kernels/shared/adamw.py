@@ -4,8 +4,6 @@ Of an element it reads gradient, weight and two moments and writes the last thre
 float32. An average of the weights adds 8 bytes, and a copy in 16 bits 2. Clipping adds none.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -18,9 +18,6 @@ launch has ended: use it for tens of kilobytes a group, and only for sums that c
 sums of the layer (`effasr_kernels.shared.partial_sums`).
 """
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

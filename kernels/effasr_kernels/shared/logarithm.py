@@ -1,7 +1,5 @@
 """A fast binary logarithm of 1 + s for log-sum-exp recursions in kernels."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl  # noqa: F401 -- Triton's interpreter looks for it
 

@@ -1,8 +1,5 @@
 """Sums of the partial sums that the programs of a kernel write, rounded in the same launch."""
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

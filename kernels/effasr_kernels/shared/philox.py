@@ -1,7 +1,5 @@
 """Counter-based random numbers in kernels, independent of the tile sizes."""
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ row. The backward recomputes the logits in chunks of rows, so that its three pro
 speed of cuBLAS and its memory does not grow with the number of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Depthwise convolution along time and frequency with stride 2 within packed sequences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,10 +22,6 @@ class StridedArguments:
     relu: bool = False
 
 
-def _flops(a: StridedArguments) -> int:
-    return 2 * sum(known_lengths(a.layout)) * (a.x.shape[1] // 2) * a.weight.numel()
-
-
 def _example(inputs: ExampleInputs, relu: bool = False) -> Keywords:
     layout = inputs.frames()
     return {
@@ -44,7 +38,7 @@ OPERATION = DifferentiableOp(
     "strided_depthwise",
     StridedArguments,
     outputs=lambda a: a.x.new_empty(a.layout.rows, a.x.shape[1] // 2, a.x.shape[2]),
-    flops=_flops,
+    flops=lambda a: 2 * sum(known_lengths(a.layout)) * (a.x.shape[1] // 2) * a.weight.numel(),
     # The result has two of the four bands.
     examples=[
         Example("strided_depthwise", _example, 2 * 9 * CHANNELS * 40 * 2),

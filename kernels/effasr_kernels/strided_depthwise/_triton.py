@@ -1,7 +1,5 @@
 """`strided_depthwise` in Triton."""
 
-from __future__ import annotations
-
 # ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
 # pyright: reportGeneralTypeIssues=false
 from dataclasses import dataclass

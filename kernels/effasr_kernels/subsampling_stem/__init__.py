@@ -1,7 +1,5 @@
 """First two convolutions of the encoder, fused without storing the activation between them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,10 +22,6 @@ class StemArguments:
     layout: PackedLayout
     lengths: Tensor
     rows_per_slot: int = 8
-
-
-def _outputs(a: StemArguments) -> Tensor:
-    return a.x.new_empty(a.x.shape[0] // 4, a.x.shape[1] // 4, a.weight.shape[0])
 
 
 def _flops(a: StemArguments) -> int:
@@ -53,7 +47,7 @@ def _example(inputs: ExampleInputs) -> Keywords:
 OPERATION = DifferentiableOp(
     "subsampling_stem",
     StemArguments,
-    outputs=_outputs,
+    outputs=lambda a: a.x.new_empty(a.x.shape[0] // 4, a.x.shape[1] // 4, a.weight.shape[0]),
     flops=_flops,
     # A frame has 4 rows of 8 columns after the first convolution, 2 rows of 4 after the second.
     examples=[Example("subsampling_stem", _example, 2 * 9 * CHANNELS * 40 * (4 * 8 + 2 * 4))],

@@ -1,7 +1,5 @@
 """`subsampling_stem` in Triton, with the first convolution's activation only in registers."""
 
-from __future__ import annotations
-
 # ruff: noqa: RUF005 (Triton cannot unpack a tuple into another)
 # pyright: reportGeneralTypeIssues=false
 from dataclasses import dataclass
@@ -60,7 +58,7 @@ def forward(a: StemArguments) -> tuple[tuple[Tensor], tuple[()]]:
     channels, sequences = a.weight.shape[0], a.layout.num_sequences
     cut, _ = configs(x.dtype, channels, capability(x.device)[0])
     y = x.new_empty(x.shape[0] // 4, bins // 4, channels)
-    per_slot = _places_per_slot(a)
+    per_slot = a.rows_per_slot // 4 * (a.x.shape[1] // 4)
     lengths = a.lengths.contiguous()
     launch(
         stem_forward,
@@ -85,7 +83,7 @@ def backward(a: StemArguments, grads: Tensors, results: Tensors, saved: Tensors)
     x, bins = a.x, a.x.shape[1]
     channels, sequences = a.weight.shape[0], a.layout.num_sequences
     _, cut = configs(x.dtype, channels, capability(x.device)[0])
-    per_slot = _places_per_slot(a)
+    per_slot = a.rows_per_slot // 4 * (a.x.shape[1] // 4)
     spans = count_tiles(a.layout.rows * per_slot, sequences, cut.span)
     partials = x.new_empty(min(spans, _PROGRAMS), 20 * channels, dtype=torch.float32)
     lengths = a.lengths.contiguous()
@@ -110,10 +108,6 @@ def backward(a: StemArguments, grads: Tensors, results: Tensors, saved: Tensors)
         "depthwise_weight": parts[2].view(channels, 9),
         "depthwise_bias": parts[3],
     }
-
-
-def _places_per_slot(a: StemArguments) -> int:
-    return a.rows_per_slot // 4 * (a.x.shape[1] // 4)
 
 
 def _patches(x: Tensor, layout: PackedLayout, lengths: Tensor, per_slot: int) -> Tensor:

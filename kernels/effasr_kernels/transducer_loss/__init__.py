@@ -1,7 +1,5 @@
 """The transducer's joint network, projection and loss, in memory that is flat in the batch size."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,14 +35,6 @@ class TransducerArguments:
     max_nodes: int | None = None
 
 
-def _outputs(a: TransducerArguments) -> Tensor:
-    return a.encoded.new_empty(a.layout_frames.num_sequences, dtype=wide_dtype(a.encoded))
-
-
-def _flops(a: TransducerArguments) -> int:
-    return 2 * pairs(a.layout_frames, a.layout_targets.lengthened(1)) * a.weight.numel()
-
-
 def _example(inputs: ExampleInputs, rows: int = CLASSES, **options: Any) -> Keywords:
     frames, tokens = inputs.frames(), inputs.tokens()
     return {
@@ -70,8 +60,10 @@ OPERATION = DifferentiableOp(
         Backend.CPP: "effasr_kernels.transducer_loss._cpp",
         Backend.REFERENCE: "effasr_kernels.transducer_loss.reference",
     },
-    outputs=_outputs,
-    flops=_flops,
+    outputs=lambda a: a.encoded.new_empty(
+        a.layout_frames.num_sequences, dtype=wide_dtype(a.encoded)
+    ),
+    flops=lambda a: 2 * pairs(a.layout_frames, a.layout_targets.lengthened(1)) * a.weight.numel(),
     overwritable=("encoded", "predicted"),
     examples=[
         Example("transducer_loss", _example, 2 * _NODES * CLASSES * CHANNELS),

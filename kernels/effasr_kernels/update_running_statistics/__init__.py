@@ -1,7 +1,5 @@
 """Moving averages of the statistics of batch normalization."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`update_running_statistics` in Triton: one small kernel instead of ten of PyTorch."""
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

@@ -37,23 +37,6 @@ def packed(model, shape=None):
     return logits.detach(), loss.detach(), gradients(model, loss)
 
 
-def by_transformers(model):
-    """transformers' causal model with inputs_embeds and labels, one conversation at a time."""
-    language_model, logits, loss = model.language_model, [], torch.zeros(())
-    for example in conversations():
-        batch = make_conversation_batch([example])
-        encoded = model.encode(batch).values if example.clips else None
-        rows = language_model.embed(batch, encoded)[None]
-        with language_model._as_causal() as causal:
-            outputs = causal(inputs_embeds=rows, use_cache=False)
-        counted = batch.targets != IGNORED
-        logits.append(outputs.logits[0][counted])
-        loss = loss + torch.nn.functional.cross_entropy(
-            logits[-1], batch.targets[counted], reduction="sum"
-        )
-    return torch.cat(logits).detach(), loss.detach(), gradients(model, loss)
-
-
 def gradients(model, loss):
     model.zero_grad(set_to_none=True)
     loss.backward()
@@ -74,7 +57,20 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_packed_is_transformers_with_inputs_embeds(kind):
     model = speech_llm(kind)
-    expected = by_transformers(model)
+    # Transformers' causal model with inputs_embeds and labels, one conversation at a time.
+    language_model, logits, loss = model.language_model, [], torch.zeros(())
+    for example in conversations():
+        batch = make_conversation_batch([example])
+        encoded = model.encode(batch).values if example.clips else None
+        rows = language_model.embed(batch, encoded)[None]
+        with language_model._as_causal() as causal:
+            outputs = causal(inputs_embeds=rows, use_cache=False)
+        counted = batch.targets != IGNORED
+        logits.append(outputs.logits[0][counted])
+        loss = loss + torch.nn.functional.cross_entropy(
+            logits[-1], batch.targets[counted], reduction="sum"
+        )
+    expected = torch.cat(logits).detach(), loss.detach(), gradients(model, loss)
     assert len(expected[0]) == 6 + 5 + 7 + 2
     assert_close(packed(model), expected)
     assert_close(packed(model, SHAPE), expected)

@@ -7,8 +7,6 @@ key, but the mask of `attention` to the first, so both agree only for self-atten
 draws from torch's generator, not from a seed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -4,8 +4,6 @@ Its backward is deterministic only under `torch.use_deterministic_algorithms`. T
 backward here calls the underlying operation with that setting enabled for the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +35,9 @@ def unsupported_reason(a: AttentionArguments) -> str | None:
         return reason
     if not _built_in():
         return "torch was built without FlashAttention"
-    if _replaced():
+    # Whether `varlen_attn` now calls another version, with other properties.
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    if current is not None and current() not in (None, "FA2"):
         return "torch.nn.attention.activate_flash_attention_impl has replaced FlashAttention 2"
     if a.group > 1:
         return "computes as many heads of keys as of queries"
@@ -113,12 +113,6 @@ def _rows(x: Tensor) -> Tensor:
 
 def _built_in() -> bool:
     return torch.backends.cuda.is_flash_attention_available()
-
-
-def _replaced() -> bool:
-    """Whether `varlen_attn` now calls another version, with other properties."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return current is not None and current() not in (None, "FA2")
 
 
 @contextmanager

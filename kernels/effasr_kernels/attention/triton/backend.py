@@ -8,8 +8,6 @@ the gradient of the scores, from which the other gradients are computed.
 `effasr_kernels.attention.triton.guided` is `guided_attention`, by the same kernels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ With A the weights, and dy and dp the gradients of the output and of the penalty
 so the penalty adds one term to each of the two formulas of FlashAttention-2.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ several compute the same scores, so 8 warps are for 128 rows, where registers al
 (``tests/compiled/test_attention.py``).
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@ The buffer of relative scores is used from the first to the last key that a row 
 groups of 8 columns (`groups_seen`), which a load reads. The rest of it is not written.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The term delta of the softmax's backward: the sum over results of result times gradient."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

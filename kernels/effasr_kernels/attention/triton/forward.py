@@ -1,7 +1,5 @@
 """The forward kernel of attention."""
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """`guided_attention` in Triton: the kernels of `attention`, with their constant ``GUIDED``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +21,7 @@ def unsupported_reason(a: GuidedArguments) -> str | None:
 
 def forward(a: GuidedArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute output and penalty; save each row's log-sum-exp to base 2, float32 (H, U)."""
-    return backend.forward(_plain(a), _narrowness(a))
+    return backend.forward(_plain(a), 0.5 / a.sigma**2)
 
 
 def saved_like(a: GuidedArguments) -> tuple[Tensor, ...]:
@@ -31,13 +29,9 @@ def saved_like(a: GuidedArguments) -> tuple[Tensor, ...]:
 
 
 def backward(a: GuidedArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
-    return backend.backward(_plain(a), grads, results, saved, _narrowness(a))
+    return backend.backward(_plain(a), grads, results, saved, 0.5 / a.sigma**2)
 
 
 def _plain(a: GuidedArguments) -> AttentionArguments:
     tensors = a.q, a.k, a.v, a.layout_q, a.layout_k
     return AttentionArguments(*tensors, False, a.scale, None, None, None, None, a.dropout, a.seed)
-
-
-def _narrowness(a: GuidedArguments) -> float:
-    return 0.5 / a.sigma**2

@@ -10,8 +10,6 @@ The buffer has a row of `bias_width` for each query and head, T_q H W elements: 
 product by distance, without padding between sequences. Its rows are multiples of 16 bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -107,6 +105,9 @@ def relative_backward(
     if grad_q is None:
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_biases = q.new_empty(tiles, 2, heads, width, dtype=torch.float32)
+    # With a context ptxas uses 168 for Ampere, for three programs on a multiprocessor, and 8 bytes
+    # of stack. Where it must not use more, it does without the stack. On later GPUs it uses fewer.
+    is_narrow = q.dtype != torch.float32 and padded_width(q.shape[-1]) <= 64
     launch(
         backward.grad_queries,
         (tiles, heads),
@@ -115,7 +116,7 @@ def relative_backward(
         *(scale, heads, *k.stride()[:2], *table.stride()[:2], grad_q.stride(0)),
         *bounds(context, layout_k),
         **_options(width, block_m, block_w, warps, 1),
-        maxnreg=_registers_of_grad_queries(q, context),
+        maxnreg=168 if context is not None and is_narrow and capability(q.device)[0] == 8 else None,
         BLOCK_N=block_n,
     )
     by_content, by_position = summed(grad_biases, q.dtype)
@@ -210,14 +211,6 @@ def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int,
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 16, 32, 8
     return 64 if block_d <= 128 else 32, 64, 32, 4 if block_d <= 64 else 8
-
-
-def _registers_of_grad_queries(q: Tensor, context: Context | None) -> int | None:
-    """Most registers of a thread."""
-    # With a context ptxas uses 168 for Ampere, for three programs on a multiprocessor, and 8 bytes
-    # of stack. Where it must not use more, it does without the stack. On later GPUs it uses fewer.
-    is_narrow = q.dtype != torch.float32 and padded_width(q.shape[-1]) <= 64
-    return 168 if context is not None and is_narrow and capability(q.device)[0] == 8 else None
 
 
 def _blocks_of_grad_table(dtype: torch.dtype, width: int) -> tuple[int, int, int, int, int | None]:

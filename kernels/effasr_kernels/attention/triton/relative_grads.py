@@ -1,8 +1,5 @@
 """The kernels of `effasr_kernels.attention.triton.relative.relative_backward`."""
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

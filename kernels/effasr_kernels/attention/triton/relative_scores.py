@@ -1,7 +1,5 @@
 """The kernel of `effasr_kernels.attention.triton.relative.relative_scores`."""
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

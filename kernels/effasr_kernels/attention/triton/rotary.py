@@ -6,8 +6,6 @@ rotate and no channel is padded, the attention kernels rotate queries as they lo
 gradients back as they store them; otherwise the kernel `rotate` does so.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import torch
 import triton

@@ -4,8 +4,6 @@ A step of a small decoder has about 20 operations per layer, each of which takes
 dispatch in torch. The result of a row depends neither on other rows nor on the number of threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +95,7 @@ class PanelMatrix:
     outputs: int  # N
 
     @classmethod
-    def from_weight(cls, weight: Tensor, bias: Tensor | None) -> PanelMatrix:
+    def from_weight(cls, weight: Tensor, bias: Tensor | None) -> "PanelMatrix":
         """Copy a weight, float32 (N, K), into panels, and the bias, float32 (N,) or None."""
         check(_STEP, "weight", weight, torch.float32, contiguous=False)
         outputs, inputs = weight.shape

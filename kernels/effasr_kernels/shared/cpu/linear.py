@@ -43,13 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # It calls torch for other devices and dtypes, under autocast, in compiled graphs, for products
     # too small to gain, and in inference, where a row's result must not depend on the number of
     # rows. Returns (..., N).
-    if _uses_onednn(x, weight):
-        return _OnednnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
-    return F.linear(x, weight, bias)
-
-
-def _uses_onednn(x: Tensor, weight: Tensor) -> bool:
-    return (
+    if (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
         and x.device.type == "cpu"
@@ -57,7 +51,9 @@ def _uses_onednn(x: Tensor, weight: Tensor) -> bool:
         and x.numel() * weight.shape[0] >= _LEAST
         and has_onednn()
         and not torch.is_autocast_enabled("cpu")
-    )
+    ):
+        return _OnednnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return F.linear(x, weight, bias)
 
 
 class _OnednnLinear(torch.autograd.Function):

@@ -8,8 +8,6 @@ their numbers from memory, and their programs past the end return early. All seq
 group.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from collections.abc import Iterator
 from typing import NamedTuple

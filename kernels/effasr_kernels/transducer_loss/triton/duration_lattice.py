@@ -18,8 +18,6 @@ logarithms are computed only of their differences, in float32.
 # Tuples are joined by +, as Triton's compiler does not support starred items.
 # ruff: noqa: RUF005
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@
 `effasr_kernels.runtime.tiles`, so that no table of the first tiles of sequences is needed.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl

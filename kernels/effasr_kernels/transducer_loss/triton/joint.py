@@ -1,7 +1,5 @@
 """Rows of the joint's output, one for each node of a chunk, and the logits that lattices need."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

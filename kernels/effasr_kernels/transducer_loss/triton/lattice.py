@@ -16,8 +16,6 @@ A program holds an anti-diagonal of ``BLOCK`` states in registers, and processes
 in strips of this many states. A strip writes one number for each frame to memory, for the next.
 """
 
-from __future__ import annotations
-
 # pyright: reportGeneralTypeIssues=false
 from typing import ClassVar
 

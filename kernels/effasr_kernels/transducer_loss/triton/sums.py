@@ -1,8 +1,5 @@
 """The gradients of `transducer_loss`, summed group by group."""
 
-from __future__ import annotations
-
-# pyright: reportGeneralTypeIssues=false
 from collections.abc import Sequence
 
 import torch
@@ -93,6 +90,8 @@ class Sums:
         )
         d_bias = self.d_bias.new_empty(row_tiles, work.count)
         if logits is None:
+            # A limit of registers, so that two programs share a multiprocessor.
+            narrow = work.weight.dtype != torch.float32
             launch(
                 differentiate,
                 (row_tiles * class_tiles,),
@@ -100,7 +99,7 @@ class Sums:
                 *(*firsts, chunk.nodes, chunk.room.nodes, work.count, work.blank_id),
                 *(self.rows.hidden.stride(0), work.weight.stride(0), d_logits.stride(0)),
                 WIDTH=work.weight.shape[1],
-                maxnreg=_most_registers(work.weight),
+                maxnreg=128 if narrow and capability(work.weight.device) < (10, 0) else None,
                 **tiles,
             )
         else:
@@ -174,16 +173,6 @@ def rows_of(plane: Tensor, chunk: Chunk, base: int) -> Tensor:
     past = (row >= chunk.nodes)[:, None]
     # Replaced, not multiplied: past the nodes there may be anything.
     return plane.index_select(0, node).masked_fill_(past, 0)
-
-
-def _most_registers(weight: Tensor) -> int | None:
-    """Register limit of a thread of `differentiate`, so that two programs share a multiprocessor.
-
-    Without the limit it uses a few more, and only one program fits. With the tensor cores of
-    sm_100, or without tensor cores, the limit would cause spills.
-    """
-    narrow = weight.dtype != torch.float32
-    return 128 if narrow and capability(weight.device) < (10, 0) else None
 
 
 @triton.jit
