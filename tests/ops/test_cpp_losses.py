@@ -100,6 +100,24 @@ def test_an_infinite_loss_has_no_gradient(make: Make) -> None:
     check_infinite_loss(make, backend="cpp")
 
 
+def test_threads_share_no_workspace() -> None:
+    """Of many sequences of other lengths each, threads compute several at a time."""
+    frames = torch.tensor([0, *(7 * n % 40 for n in range(3000))]).cumsum(0).int()
+    labels = torch.tensor([0, *(5 * n % 12 for n in range(3000))]).cumsum(0).int()
+    scores = -torch.rand(int(frames[-1]), 12)
+    targets = torch.arange(int(labels[-1])) % 5
+    found = []
+    try:
+        for threads in (1, *[4] * 5):
+            torch.set_num_threads(threads)
+            occupancies = torch.zeros_like(scores)
+            lattice.ctc(scores, None, targets, frames, labels, occupancies)
+            found.append(occupancies)
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(found[0], x) for x in found)
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [
