@@ -544,6 +544,7 @@ SOURCES: dict[str, tuple[dict[str, str | bytes], list[str], list[str]]] = {
         {"talk.flac": b"", "a.trans.txt": "talk a\n"}, [],
         ["talk.flac: the file is empty", "talk.wav: is in no *.trans.txt"]),
     "language in the name": ({"talk.de.srt": SRT, "talk.en.srt": SRT}, ["t0", "t1"], []),
+    "samples before a text": ({"talk.TXT": "0 32000 She had 0 3200.\n"}, ["She had 0 3200."], []),
     "two other languages": (
         {"talk.de.srt": SRT, "talk.fr.srt": SRT}, [],
         ["talk.de.srt, talk.fr.srt are beside it: choose by `--language`"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from effasr.data.manifest import nemo
 from effasr.data.manifest.lines import check_text, numbered_lines
-from effasr.data.manifest.row import absolute
+from effasr.data.manifest.row import absolute, spaced
 from effasr.data.manifest.utterance import (
     FileUtterance,
     FolderFormat,
@@ -341,6 +341,9 @@ def _language_of(text: Path) -> str | None:
     return match[1].lower() if match is not None and len(match[1]) == 2 else None
 
 
+_SAMPLES = re.compile(r"0 \d{4,} (?=\D)")  # the first and the last, before a text of TIMIT
+
+
 def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utterance]:
     """Yield the utterances of a recording with a text beside it."""
     audio, origin = str(path.absolute()), str(text or path.with_suffix(".txt"))
@@ -352,7 +355,8 @@ def _beside(path: Path, text: Path | None, options: ReadOptions) -> Iterator[Utt
     try:
         if text is None or text.suffix.lower() not in SUBTITLES:
             lines = () if text is None else numbered_lines(text)
-            words = " ".join(word for _, line in lines for word in line.split())
+            words = spaced(" ".join(line for _, line in lines))
+            words = words[match.end() :] if (match := _SAMPLES.match(words)) else words
             yield FileUtterance(path.stem, False, origin, audio, words, prompt, stated=stated)
             return
         part = None

@@ -82,11 +82,16 @@ def iterate(
         text_column=text_column,
     )
     for name, utterance in utterances:
-        try:
-            yield utterance.cut(name)
-        except AudioError as error:
-            origin = "" if isinstance(utterance, RejectedRow) else f"{utterance.origin}: "
-            raise ValueError(f"{origin}{error} `effasr prepare` leaves such lines out.") from error
+        yield cut_of(name, utterance)
+
+
+def cut_of(name: str, utterance: Utterance) -> Cut:
+    """Return the cut of an utterance; an error has the way to go on without it."""
+    try:
+        return utterance.cut(name)
+    except AudioError as error:
+        origin = "" if isinstance(utterance, RejectedRow) else f"{utterance.origin}: "
+        raise ValueError(f"{origin}{error} `effasr prepare` leaves such lines out.") from error
 
 
 def named(

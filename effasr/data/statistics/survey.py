@@ -15,7 +15,8 @@ from effasr.data.features.frame_geometry import SAMPLE_RATE, Framing
 from effasr.data.filters.rules import frames_for_ctc, text_of
 from effasr.data.index.columns import to_numpy
 from effasr.data.manifest.cuts import prompt_of
-from effasr.data.manifest.reader import named
+from effasr.data.manifest.reader import cut_of, named
+from effasr.data.manifest.row import spaced
 from effasr.data.manifest.utterance import FileUtterance
 from effasr.data.prompt import Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -245,7 +246,7 @@ def _utterances(
     utterances = named(path, language=language, untranscribed=untranscribed)
     for name, utterance in islice(utterances, most):
         if isinstance(utterance, FileUtterance) and utterance.duration is not None:
-            yield utterance.prompt, utterance.text, utterance.duration, utterance.speaker
+            yield utterance.prompt, spaced(utterance.text), utterance.duration, utterance.speaker
         else:
-            cut = utterance.cut(name)
+            cut = cut_of(name, utterance)
             yield prompt_of(cut), text_of(cut), cut.duration, cut.supervisions[0].speaker
