@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
     from effasr.evaluation.result import save, set_name
     from effasr.evaluation.tables import report
 
+    folder = options.output or _default_folder(options)
     loaded, checkpoints = load_checkpoints(options)
     # Averaged weights are in no file, and in another window it is another model; and a training may
     # remove the file while it is evaluated.
@@ -112,7 +114,6 @@ def run(options: argparse.Namespace) -> int:
             f"{first.id}: {first.reason}"
         )
     print_folded(report(evaluation, options.worst))
-    folder = options.output or _default_folder(options)
     # A checkpoint of a run is removed when there are newer ones.
     is_checkpoint = options.run.resolve().parent.name == "checkpoints"
     if options.output is None and (
@@ -160,8 +161,16 @@ def _config_of_texts(options: argparse.Namespace) -> DecodingConfig:
 
 def _default_folder(options: argparse.Namespace) -> Path:
     """RUN/evaluation/SET, with a suffix for other weights or windows."""
-    from effasr.evaluation.result import set_name
+    from effasr.evaluation.result import read_summary, set_name
 
     suffix = "" if options.averaged is None else f"-averaged-{options.averaged}"
     suffix += "" if options.window is None else f"-window-{options.window:g}"
-    return options.run / "evaluation" / f"{set_name(options.manifest)}{suffix}"
+    folder = options.run / "evaluation" / f"{set_name(options.manifest)}{suffix}"
+    manifest = other = os.path.abspath(options.manifest)
+    with suppress(OSError, ValueError):  # there is none, or it is of a process that was killed
+        other = read_summary(folder).get("manifest", manifest)
+    rule = f"be given, as {folder} has the results of another set of that name, {other}"
+    both_exist = os.path.exists(other) and os.path.exists(manifest)
+    is_free = not both_exist or os.path.samefile(other, manifest)
+    check(is_free, "--output", rule, None, f"name a folder, such as --output {folder}-2")
+    return folder

@@ -1,6 +1,7 @@
 """From recordings to a model, and on to Hugging Face and back, with the commands alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -108,6 +109,10 @@ def test_evaluate_saves_beside_a_model_but_not_in_a_checkpoint(effasr, workplace
     dev = workplace.folder / "dev"
     assert effasr("evaluate", model, dev).code == 0
     assert json.loads((model / "evaluation" / "dev" / "wer.json").read_text())["set"] == "dev"
+    other = shutil.copytree(dev, model / "other" / "dev")
+    refused = effasr("evaluate", model, other)
+    assert f"evaluation/dev has the results of another set of that name, {dev}" in refused.error
+    assert effasr("evaluate", model, other, "--output", model / "evaluation" / "dev-2").code == 0
     checkpoint = resolve(workplace.run)
     before = sorted(checkpoint.rglob("*"))
     done = effasr("evaluate", "--run", checkpoint, "--manifest", dev)
