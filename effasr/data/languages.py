@@ -8,20 +8,21 @@ from functools import lru_cache
 AUTO = "auto"
 """In place of a language: that which is heard."""
 
-# A code, its codes of ISO 639-2 and 639-3 and older ones, and its names, English and its own.
+# A code, its codes of ISO 639-2 and 639-3 and older ones, that of a country where it is no other
+# language's, and its names, English and its own.
 _TABLE = """
 af afr afrikaans; am amh amharic; ar ara arb arabic العربية; as asm assamese; ast asturian; az
 aze azj azerbaijani; ba bak bashkir; be bel belarusian; bg bul bulgarian български; bn ben
 bengali bangla; bo bod tib tibetan; br bre breton; bs bos bosnian; ca cat catalan valencian
-català; ceb cebuano; ckb sorani; cs ces cze czech čeština; cv chv chuvash; cy cym wel welsh; da
-dan danish dansk; de deu ger german deutsch; dv div dhivehi; el ell gre greek ελληνικά; en eng
+català; ceb cebuano; ckb sorani; cs ces cze cz czech čeština; cv chv chuvash; cy cym wel welsh; da
+dan dk danish dansk; de deu ger german deutsch; dv div dhivehi; el ell gre gr greek ελληνικά; en eng
 english; eo epo esperanto; es spa spanish castilian español; et est ekk estonian eesti; eu eus
 baq basque; fa fas per pes persian farsi فارسی; ff ful fulah; fi fin finnish suomi; fo fao
 faroese; fr fra fre french français; fy fry frisian; ga gle irish; gd gla scottish-gaelic; gl
 glg galician; gn grn guarani; gu guj gujarati; ha hau hausa; haw hawaiian; he heb iw hebrew
 עברית; hi hin hindi हिन्दी; hr hrv croatian hrvatski; ht hat haitian haitian-creole; hu hun
 hungarian magyar; hy hye arm armenian; ia ina interlingua; id ind in indonesian
-bahasa-indonesia; ig ibo igbo; is isl ice icelandic; it ita italian italiano; ja jpn japanese
+bahasa-indonesia; ig ibo igbo; is isl ice icelandic; it ita italian italiano; ja jpn jp japanese
 日本語; jv jav jw javanese; ka kat geo georgian; kab kabyle; kk kaz kazakh; km khm khmer; kn kan
 kannada; ko kor korean 한국어; ku kur kmr kurdish; ky kir kyrgyz; la lat latin; lb ltz
 luxembourgish; lg lug luganda; ln lin lingala; lo lao lao; lt lit lithuanian lietuvių; lv lav
@@ -36,8 +37,8 @@ slo slovak slovenčina; sl slv slovenian slovene; sn sna shona; so som somali; s
 albanian shqip; sr srp serbian српски; su sun sundanese; sv swe swedish svenska; sw swa swh
 swahili; ta tam tamil; te tel telugu; tg tgk tajik; th tha thai ไทย; ti tir tigrinya; tk tuk
 turkmen; tl tgl fil tagalog filipino; tr tur turkish türkçe; tt tat tatar; ug uig uyghur; uk
-ukr ukrainian українська; ur urd urdu; uz uzb uzn uzbek; vi vie vietnamese tiếng-việt; wo wol
-wolof; xh xho xhosa; yi yid ydd yiddish; yo yor yoruba; yue cantonese zh-yue 粵語; zh zho chi cmn
+ukr ua ukrainian українська; ur urd urdu; uz uzb uzn uzbek; vi vie vn vietnamese tiếng-việt; wo wol
+wolof; xh xho xhosa; yi yid ydd yiddish; yo yor yoruba; yue cantonese zh-yue 粵語; zh zho chi cn cmn
 chinese mandarin 中文; zu zul zulu
 """
 _CODES = {name: entry.split()[0] for entry in _TABLE.split(";") for name in entry.split()}

@@ -543,6 +543,9 @@ SOURCES: dict[str, tuple[dict[str, str | bytes], list[str], list[str]]] = {
     "two suffixes": (
         {"talk.flac": b"", "a.trans.txt": "talk a\n"}, [],
         ["talk.flac: the file is empty", "talk.wav: is in no *.trans.txt"]),
+    "a code of three letters": ({"talk.ger.srt": SRT}, ["t0", "t1"], []),
+    "a code of three parts": ({"talk.sr-Latn-RS.srt": SRT}, ["t0", "t1"], []),
+    "a region in digits": ({"talk.es-419.vtt": "WEBVTT\n\n" + SRT}, ["t0", "t1"], []),
     "language in the name": ({"talk.de.srt": SRT, "talk.en.srt": SRT}, ["t0", "t1"], []),
     "samples before a text": ({"talk.TXT": "0 32000 She had 0 3200.\n"}, ["She had 0 3200."], []),
     "two other languages": (
@@ -574,7 +577,8 @@ SOURCES: dict[str, tuple[dict[str, str | bytes], list[str], list[str]]] = {
         ["'b' has no line in reco2file_and_channel"]),
     "times that disagree": (
         {"metadata.csv": "path,text,start,end,duration,offset\ntalk.wav,a,0,1,2,\n"
-         "talk.wav,b,0,1,,1\ntalk.wav,c,0.5,1,0.5,0.5\ntalk.wav,d,,,1,1\n"}, ["c", "d"],
+         "talk.wav,b,0,1,,1\ntalk.wav,e,9:30,,1,1\ntalk.wav,c,0.5,1,0.5,0.5\ntalk.wav,d,,,1,1\n"},
+        ["e", "c", "d"],
         ["`duration` is 2 s, but `end` is 1 s after `start`", "`offset` is 1 s, but `start` 0 s"]),
     "white space": (
         {"metadata.csv": 'path,text\ntalk.wav,"a\tb\n c"\ntalk.wav,bon\u202fjour\u00a0!\n'},
@@ -602,6 +606,9 @@ def test_kept_or_listed(tmp_path, name) -> None:
     details = " ".join(row["details"] for row in dropped)
     assert len(dropped) == len(listed), details
     assert all(text in details for text in listed), details
+    codes = {"three letters": "de", "three parts": "sr", "region in digits": "es"}
+    language = next((code for text, code in codes.items() if name.endswith(text)), "en")
+    assert {prompt_of(cut).source for cut in kept} <= {language}
     if name in ("words of two recordings", "kaldi channels from 0"):
         assert [hertz(cut) for cut in kept] == [300, 500]
 

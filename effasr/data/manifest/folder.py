@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise, starmap
 from pathlib import Path
 
+from effasr.data.languages import code_or_name
 from effasr.data.manifest import nemo
 from effasr.data.manifest.lines import check_text, numbered_lines
 from effasr.data.manifest.row import absolute, spaced
@@ -309,7 +310,7 @@ def _is_text(path: Path) -> bool:
 
 
 _TEXTS = (".txt", *SUBTITLES)
-_LANGUAGE = re.compile(r"\.([a-z]{2,3})([-_][a-z]+)?", re.IGNORECASE)
+_LANGUAGE = re.compile(r"\.([a-z]{2,3})([-_][a-z\d]+)*", re.IGNORECASE)
 
 
 class _Texts:
@@ -338,7 +339,8 @@ class _Texts:
 
 def _language_of(text: Path) -> str | None:
     match = _LANGUAGE.fullmatch(text.with_suffix("").suffix)
-    return match[1].lower() if match is not None and len(match[1]) == 2 else None
+    code = "" if match is None else code_or_name(match[1])
+    return code if len(code) == 2 else None  # three letters may mean anything else
 
 
 _SAMPLES = re.compile(r"0 \d{4,} (?=\D)")  # the first and the last, before a text of TIMIT

@@ -169,7 +169,10 @@ class ManifestRow:
         field = self.first(names)
         time = self.seconds(field, zero=True)
         for other in names:
-            again = self.seconds(other, zero=True)
+            try:
+                again = self.seconds(other, zero=True)
+            except RowError:  # something else, such as the time of day
+                continue
             if time is not None and again is not None and abs(again - time) > DURATION_TOLERANCE:
                 raise self.error(
                     f"`{field}` is {time:g} s, but `{other}` {again:g} s: remove the field that is "
