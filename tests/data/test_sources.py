@@ -205,6 +205,19 @@ def test_texts_that_differ_are_chosen_by_name(tmp_path, pack):
     assert [cut.supervisions[0].text for cut in read(tmp_path / "out")] == ["one"]
 
 
+def test_the_id_of_a_sentence_that_several_read(tmp_path, pack):
+    """As in FLEURS: an id that comes twice takes no recording away."""
+    with tarfile.open(path := pack("a.wav", "b.wav"), "a") as file:
+        for name in "ab":
+            add(file, f"{name}.json", b'{"text": "one", "id": 7}')
+    assert outcome(path, tmp_path) == (["7", "7-2"], [])
+    audio = [{"bytes": (tmp_path / "tone.wav").read_bytes(), "path": name} for name in "ab"]
+    pq.write_table(
+        pa.table({"audio": audio, "text": ["one"] * 2, "id": [7] * 2}), tmp_path / "a.parquet"
+    )
+    assert outcome(tmp_path / "a.parquet", tmp_path) == (["7", "7-2"], [])
+
+
 def test_parts_of_recordings_of_nemo(nemo, tmp_path):
     """The second part of a recording is named -sub1, and is not in the tar file."""
     (tmp_path / "set").mkdir()

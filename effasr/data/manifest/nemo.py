@@ -64,7 +64,9 @@ def parse_whole(
     if text_name in row.values:
         values["text"] = text
     row.values = values
-    return parse_embedded(row, place, name, replace(options, text_column=None))
+    utterance = parse_embedded(row, place, name, replace(options, text_column=None))
+    # Each is a recording of its own, though the id may be that of a sentence which several read.
+    return replace(utterance, named=False)
 
 
 def text_of_several(row: ManifestRow, options: ReadOptions, others: Sequence[str] = ()) -> str:
