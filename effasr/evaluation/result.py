@@ -233,8 +233,7 @@ def merge(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def set_name(manifest: str | Path) -> str:
-    name = Path(os.path.abspath(manifest)).name
-    return name.removesuffix(".gz").removesuffix(".jsonl")
+    return Path(os.path.abspath(manifest)).name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def free_set_name(manifest: str | Path, taken: Collection[str]) -> str:

@@ -122,8 +122,7 @@ class Transducer(nn.Module):
 
     def begin(self, count: int) -> tuple[Tensor, PredictorState]:
         """The predictor's share of the joint network (N, J) before any label, and its state."""
-        device = self.output.weight.device
-        starts = torch.full((count,), self.blank_id, device=device)
+        starts = torch.full((count,), self.blank_id, device=self.output.weight.device)
         return self.step(starts, self.predictor.begin(count))
 
     def step(self, labels: Tensor, state: PredictorState) -> tuple[Tensor, PredictorState]:

@@ -73,8 +73,7 @@ class SingleBatches:
         self, batch: Batch, prompts: Sequence[list[int]], names: Sequence[Any]
     ) -> Iterator[Named]:
         parts = self._model, self._tokenizer, batch, prompts, self._config
-        results = decode(*parts, self._lm, self._boost)
-        yield from zip(names, results, strict=True)
+        yield from zip(names, decode(*parts, self._lm, self._boost), strict=True)
 
     def finish(self) -> Iterator[Named]:
         return iter(())

@@ -24,8 +24,7 @@ def open_regular(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
         return archive
     remote.ensure(path)
     _check(path, os.stat(path), most_bytes)
-    file = open_checked(path, most_bytes)
-    return io.BufferedReader(file)
+    return io.BufferedReader(open_checked(path, most_bytes))
 
 
 def open_checked(path: str | Path, most_bytes: int | None = None) -> io.FileIO:

@@ -605,8 +605,7 @@ def _tag_length(data: Bytes, start: int) -> int:
         return min(128, data.size - start)
     if head.startswith(b"APETAGEX") and len(head) == 32:
         size, _, flags = struct.unpack("<III", head[12:24])
-        is_header = bool(flags & 0x2000_0000)
-        return size + 32 if is_header else 32
+        return size + 32 if flags & 0x2000_0000 else 32
     if head.startswith(b"LYRICSBEGIN"):
         end = data.find(b"LYRICS200", start)
         return end + 9 - start if end >= 0 else 0

@@ -48,8 +48,7 @@ class Samples(nn.Module):
         result = SampleFrames(audio.values, frames, lengths, spare)
         slots, hop = result.slots, self.config.hop
         ids = slots.sequence_ids()
-        step = torch.arange(hop, device=ids.device)
-        position = slots.positions()[:, None] * hop + step
+        position = slots.positions()[:, None] * hop + torch.arange(hop, device=ids.device)
         outside = position >= F.pad(lengths, (0, 1))[ids][:, None]
         # One sample of silence follows the last.
         source = position + audio.layout.cu_seqlens[ids][:, None]

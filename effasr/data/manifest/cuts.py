@@ -113,8 +113,7 @@ def make_absolute(cut: Cut, folder: Path) -> None:
 
 
 def prompt_of(cut: Cut) -> Prompt:
-    custom = getattr(cut, "custom", None)
-    values = prompt_values(custom, cut.supervisions[0].language)
+    values = prompt_values(getattr(cut, "custom", None), cut.supervisions[0].language)
     return ManifestRow(values, _NO_FILE, 0, cut.id).prompt(Prompt())
 
 

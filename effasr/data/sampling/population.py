@@ -113,8 +113,7 @@ class PopulationPlanner:
     def plan(self, epoch: int) -> EpochPlan:
         """Plan an epoch: each member of its population is in one micro-batch or deferred."""
         chosen = self.population(epoch)
-        lengths = self.lengths.take(chosen)
-        plan = self.make(lengths).plan(epoch)
+        plan = self.make(self.lengths.take(chosen)).plan(epoch)
         return replace(plan, indices=chosen[plan.indices], deferred=np.sort(chosen[plan.deferred]))
 
 

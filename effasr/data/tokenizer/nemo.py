@@ -141,8 +141,7 @@ class NeMoTokenizer(AggregateTokenizer):
         path = Path(directory) / NEMO_FILE
         metadata = read_metadata(path, _REMEDY)
         files = {name: f"{name}.model" for name in metadata["models"]}
-        models = read_models(path.parent, files, _REMEDY)
-        tokenizer = cls(models, metadata["prompt_format"])
+        tokenizer = cls(read_models(path.parent, files, _REMEDY), metadata["prompt_format"])
         if tokenizer.vocab_size != metadata["vocab_size"]:
             raise ValueError(
                 f"{path}: its models must have {metadata['vocab_size']} tokens, but have "

@@ -123,8 +123,7 @@ class Engine(SlotEngine[Utterance]):
         self._within = within
         self._model, self._eos_id, self._classes = model, eos_id, classes
         self._decoder = model.decoder
-        weight = self._decoder.output_weight
-        self._device = weight.device
+        self._device = self._decoder.output_weight.device
         self._dtype = None
         if torch.is_autocast_enabled(self._device.type):
             self._dtype = torch.get_autocast_dtype(self._device.type)

@@ -164,8 +164,7 @@ class CachedConversations:
     def admit(self, rows: Sequence[int], x: PackedSequence) -> None:
         """Read whole conversations (U, width) in place of what these rows held; there is room."""
         lengths = x.layout.lengths
-        write = self._cache.loader(rows, lengths)
-        context = PackedContext(x.layout, observe=write)
+        context = PackedContext(x.layout, observe=self._cache.loader(rows, lengths))
         hidden = self._model.run(x.values, x.layout.positions(), context)
         last = hidden[x.layout.cu_seqlens[1:].long() - 1]
         index = self._cache.sizes.integers(rows)

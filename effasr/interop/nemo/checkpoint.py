@@ -263,8 +263,7 @@ def _put_classes(
     state: dict[str, Tensor], tokens: NemoTokens, num_tokens: int, ours: int, classes: int
 ) -> None:
     """Reorder the classes of a decoder as NeMo's; the first ``known`` of ours have a token."""
-    spare = list(range(num_tokens, ours))
-    ids: list[int | None] = [*tokens.ids, *spare][:classes]
+    ids: list[int | None] = [*tokens.ids, *range(num_tokens, ours)][:classes]
     ids += [None] * (classes - len(ids))
     for name, fill in (("decoder.embed_tokens.weight", 0.0), ("decoder.output_bias", _NEVER)):
         state[name] = _rows(state[name], ids, fill)

@@ -44,8 +44,7 @@ class SherpaStep(nn.Module):
         self.rows = context.chunk * model.config.encoder.subsampling
 
     def begin(self, streams: int) -> dict[str, Tensor]:
-        caches = self.step.begin(streams)
-        return dict(zip(NAMES, self._packed(caches), strict=True))
+        return dict(zip(NAMES, self._packed(self.step.begin(streams)), strict=True))
 
     def forward(
         self,

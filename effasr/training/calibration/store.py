@@ -147,8 +147,7 @@ def describe(
 
 
 def fingerprint(described: Mapping[str, Any]) -> str:
-    text = json.dumps(described, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _statistics(population: Population, micro_batches: int) -> dict[str, Any]:

@@ -201,8 +201,7 @@ class RunDirectory:
             self._append(UNREADABLE, line)
 
     def dropped(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        text = "".join(_encode(line) for line in lines)
-        _replace(self.path / DROPPED, text)
+        _replace(self.path / DROPPED, "".join(_encode(line) for line in lines))
 
     def blend(self, step: int, sources: list[dict[str, Any]]) -> None:
         """Write blend.json: the amounts drawn from every source up to a step."""

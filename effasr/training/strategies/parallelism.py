@@ -37,8 +37,7 @@ def distribute(config: TrainConfig, model: nn.Module, context: DistributedContex
         return replicate(model, context)
     sharded = copy.deepcopy(model)
     model.cpu()
-    dtype = narrow_dtype(config.training.precision, context.device)
-    shard(sharded, context, dtype)
+    shard(sharded, context, narrow_dtype(config.training.precision, context.device))
     return sharded
 
 

@@ -87,5 +87,4 @@ def append_to_pages(
     rows = k.shape[0]
     paged.check_int32(_NAME, "page_table", page_table, k_pages, "(N, M)", rows, None)
     paged.check_int32(_NAME, "positions", positions, k_pages, "(N,)", rows)
-    arguments = AppendArguments(k, v, k_pages, v_pages, page_table, positions)
-    OPERATION(arguments, backend)
+    OPERATION(AppendArguments(k, v, k_pages, v_pages, page_table, positions), backend)

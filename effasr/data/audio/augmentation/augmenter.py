@@ -244,8 +244,7 @@ class Clips:
             if len(samples) == before:
                 raise ValueError(f"`{what}`: {path} holds no audio: name another, or leave it out.")
         counts = np.array(samples, dtype=np.int64)
-        digest = hashlib.sha256(counts.data).hexdigest()
-        return cls(counts, digest, lines.build())
+        return cls(counts, hashlib.sha256(counts.data).hexdigest(), lines.build())
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -310,8 +309,7 @@ def _part(
 ) -> Cut:
     """Return a file or a part of it; its header is read."""
     name = Path(audio).stem
-    prompt = Prompt()
-    utterance = FileUtterance(name, False, origin, audio, "", prompt, offset, duration)
+    utterance = FileUtterance(name, False, origin, audio, "", Prompt(), offset, duration)
     return utterance.cut(name).drop_supervisions()
 
 

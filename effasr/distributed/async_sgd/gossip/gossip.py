@@ -203,8 +203,7 @@ class Active(_Side):
     def _exchange(self, peer: int, got: Tensor) -> None:
         sent = self.mixer.snapshot()
         try:
-            message = header(EXCHANGE, sent.numel())
-            self.transport.send(message, peer, self.timeout_s)
+            self.transport.send(header(EXCHANGE, sent.numel()), peer, self.timeout_s)
             self.transport.send(sent, peer, self.timeout_s)
             self.transport.receive(got, peer, self.timeout_s)
         except PeerLost as lost:
