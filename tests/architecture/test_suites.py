@@ -27,8 +27,7 @@ def test_representatives_run_on_each_push(pytester):
     pytester.makeini(MARKERS)
     pytester.makepyfile(test_cases=CASES)
     options = "-p", "tests.support.suites", "-p", "no:cacheprovider", "--collect-only", "-q"
-    everything = pytester.runpytest_inprocess(*options)
-    assert len(everything.outlines) > 9
+    assert len(pytester.runpytest_inprocess(*options).outlines) > 9
     result = pytester.runpytest_inprocess(*options, "-m", "not extended").outlines
     chosen = [line.partition("::")[2] for line in result if "::" in line]
     both = ["test_both[2-a]", "test_both[2-b]", "test_both[1-c]"]

@@ -80,8 +80,7 @@ def test_other_formats_have_cards_too(effasr, run, tmp_path, monkeypatch, kind):
     if kind != "nemo":
         pytest.importorskip("onnxscript")
     options = ("--license", "mit", "--base-model", "nvidia/canary")
-    format_ = ("--format", kind)
-    done = effasr("export", run, tmp_path / out, *format_, *options)
+    done = effasr("export", run, tmp_path / out, *("--format", kind), *options)
     assert done.code == 0, done.err
     path = tmp_path / card
     head, text = front(path), path.read_text()
@@ -119,8 +118,7 @@ def test_the_code_of_the_card_transcribes_as_effasr_does(
 def test_results_of_other_weights_are_left_out(effasr, run, tmp_path, caplog):
     other = run / "evaluation" / "dev" / "wer.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"model": "0" * 64}))
-    done = effasr("export", run, tmp_path / "hf")
-    assert done.code == 0
+    assert effasr("export", run, tmp_path / "hf").code == 0
     assert f"{other} is not known to be of" in caplog.text
     caplog.clear()
     # A validation of training, of which its user knows nothing.

@@ -187,8 +187,7 @@ def test_a_wav2vec2_in_tuned_and_out(effasr, tune, tmp_path, kind):
 def test_a_moonshine_in_tuned_and_out(effasr, tune, tmp_path):
     source, name = tmp_path / "source", "MoonshineForConditionalGeneration"
     make_moonshine(source)
-    tokenizer = train_bpe(TEXTS, ["<unk>", "<s>", "</s>"], 40)
-    tokenizer.save(str(source / "tokenizer.json"))
+    train_bpe(TEXTS, ["<unk>", "<s>", "</s>"], 40).save(str(source / "tokenizer.json"))
     settings = "data.frame_budget=300", "model.spec_augment.freq_masks=0"
     models = tuned_and_out(effasr, tune, source, tmp_path, "finetune", "en", name, *settings)
     assert not torch.equal(*(model.model.encoder.conv1.weight for model in models))
@@ -228,8 +227,7 @@ def test_another_models_tokenizer_is_refused(effasr, canary, tmp_path):
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["vocab"]["zzz"] = 99
     (source / "tokenizer.json").write_text(json.dumps(content))
-    failed = effasr("import", source, tmp_path / "out")
-    assert "must be the model's" in failed.error
+    assert "must be the model's" in effasr("import", source, tmp_path / "out").error
 
 
 def test_a_folder_with_something_else_in_it_is_not_replaced(effasr, canary, tmp_path):

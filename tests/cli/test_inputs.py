@@ -28,8 +28,7 @@ def read(content):
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\0"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
 def test_lists_in_usual_encodings(encoding, newline):
-    text = newline.join([*NAMES, "", " ", ""])
-    content = text.encode(encoding)
+    content = newline.join([*NAMES, "", " ", ""]).encode(encoding)
     if encoding == "utf-16-be":
         content = codecs.BOM_UTF16_BE + content
     sources, copied = read(content)
@@ -71,13 +70,11 @@ def test_an_empty_input_is_refused():
 
 def test_the_command_transcribes_audio_and_lists_on_stdin(effasr, workplace, monkeypatch):
     def transcribe(content, *arguments):
-        stream = io.TextIOWrapper(io.BytesIO(content))
-        monkeypatch.setattr("sys.stdin", stream)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
         return effasr("transcribe", "--run", workplace.run, *arguments)
 
     expected = effasr("transcribe", "--run", workplace.run, workplace.wav).out.split("\t")[1]
-    done = transcribe(Path(workplace.wav).read_bytes(), "-")
-    assert done.out == f"-\t{expected}"
+    assert transcribe(Path(workplace.wav).read_bytes(), "-").out == f"-\t{expected}"
     listed = transcribe(f"{workplace.wav}\r\n".encode("utf-16"), "-")
     assert listed.out == f"{workplace.wav}\t{expected}"
     failed = transcribe(f"{workplace.folder}\n".encode(), "-")

@@ -102,8 +102,7 @@ def test_options_have_precedence_over_lines(effasr, model, manifest, asked, tmp_
     assert effasr(*line, "--punctuation").code == 0
     assert asked == {PLAIN, PUNCTUATED}
     asked.clear()
-    refused = effasr(*line, "--target-language", "fr")
-    assert refused.code != 0
+    assert effasr(*line, "--target-language", "fr").code != 0
     assert Prompt("en", "fr", "translate", False) in asked
 
 
@@ -151,7 +150,6 @@ def test_lines_beside_a_translating_model(effasr, manifest, tmp_path, fields, ex
     if "taskname" in fields:
         return  # a training set must say into which language
     # A prepared folder says no more than the lines; `prepare` decides the language alone.
-    command = ("prepare", path, tmp_path / "out", "--language", "de")
-    assert effasr(*command).code == 0
+    assert effasr(*("prepare", path, tmp_path / "out", "--language", "de")).code == 0
     (again,) = iterate(tmp_path / "out", prompt=DE_EN)
     assert prompt_of(again) == expected

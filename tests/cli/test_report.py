@@ -75,8 +75,7 @@ def test_a_page_says_what_a_run_lacks(run, tmp_path, removed, message):
     if (broken / "metrics.jsonl").exists():  # as it is being written
         with (broken / "metrics.jsonl").open("a") as file:
             file.write('{"step": 5, "lo')
-    page = report(broken, tmp_path / "page.html")
-    assert message in page.sections.get("Not-there", "")
+    assert message in report(broken, tmp_path / "page.html").sections.get("Not-there", "")
 
 
 def test_errors_by_speaker_and_word(tmp_path):

@@ -276,5 +276,4 @@ def test_the_export_is_of_the_context_of_a_latency(effasr, run, tmp_path):
 
 
 def test_evaluation_takes_the_first_context(run):
-    model = load_model(resolve(run)).model
-    assert model.encoder.context == Context(8, 0, 4)
+    assert load_model(resolve(run)).model.encoder.context == Context(8, 0, 4)

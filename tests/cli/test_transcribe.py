@@ -170,8 +170,7 @@ def test_a_terminal_shows_how_far_it_is(workplace, tmp_path, out_too):
     out, visible = _at_a_terminal(
         ["transcribe", "--run", str(workplace.run), *files], out_too=out_too
     )
-    plain = re.sub(rb"\x1b\[[0-9;]*m", b"", visible)
-    assert b"/2 recordings" in plain
+    assert b"/2 recordings" in re.sub(rb"\x1b\[[0-9;]*m", b"", visible)
     line = str(workplace.wav).encode() + b"\t"
     results = visible if out_too else out
     assert results.count(line) == 1

@@ -65,8 +65,7 @@ def test_over_budgets(nemo, tokenizer, write_lines):
     rows = [{"audio_filepath": f"audio/u{index % 7}.wav", "text": "one"} for index in range(1500)]
     rows[9]["text"] = "one four two eight"
     many = write_lines(manifest.parent / "many.jsonl", rows)
-    config = DataConfig(frame_budget=16)
-    derived = Corpus.load([many], tokenizer, config, ctc=False)
+    derived = Corpus.load([many], tokenizer, DataConfig(frame_budget=16), ctc=False)
     (drop,) = derived.dropped
     assert (drop.reason, drop.id) == ("over_token_budget", "u2-2")
     assert "was derived from `frame_budget`: set `token_budget`" in drop.details

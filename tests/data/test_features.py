@@ -151,8 +151,7 @@ WHISPER = {
 
 def waves() -> list[np.ndarray]:
     random = np.random.default_rng(0)
-    loudness = (0.1, 0.01, 0.3, 1.0, 0.1, 0.1, 1e-4)
-    pairs = zip(SAMPLES, loudness, strict=True)
+    pairs = zip(SAMPLES, (0.1, 0.01, 0.3, 1.0, 0.1, 0.1, 1e-4), strict=True)
     return [(random.standard_normal(n) * a).astype(np.float32) for n, a in pairs]
 
 
@@ -190,8 +189,7 @@ def test_rows_are_those_of_transformers(minimum_s: float, tail: int, bins: int) 
 
 
 def test_masks_hide_no_silence() -> None:
-    config = FeatureConfig(**WHISPER, minimum_s=2.0)
-    frames, mel = compute(config, waves(), tail=3)
+    frames, mel = compute(FeatureConfig(**WHISPER, minimum_s=2.0), waves(), tail=3)
     torch.manual_seed(0)
     masked = spec_augment(mel, SpecAugmentConfig(time_masks=8, time_width=0.5))
     assert mel.spoken is not None
@@ -207,8 +205,7 @@ def test_frames() -> None:
     config = FeatureConfig(**WHISPER, minimum_s=30.0)
     assert config.framing == Framing(hop=160, subsampling=2, minimum=1500)
     assert [config.encoder_frames(n) for n in (0, 1, 480_000, 480_320)] == [0, 1500, 1500, 1501]
-    many = config.framing.frames(np.array([0, 1, 480_320]))
-    assert many.tolist() == [0, 1500, 1501]
+    assert config.framing.frames(np.array([0, 1, 480_320])).tolist() == [0, 1500, 1501]
     assert config.framing.seconds == 0.02
     assert (Framing().seconds, Framing().samples) == (0.08, 1280)
     assert (config.framing.sequences(30_000), Framing().sequences(4000)) == (20, 500)

@@ -90,8 +90,7 @@ def test_outliers_are_found_among_utterances_of_their_length():
     rates = 8 / np.sqrt(durations) * np.exp(rng.normal(0, 0.2, 3000))
     wrong = np.array([5, 700, 2999])
     rates[wrong] *= 6
-    result = np.flatnonzero(rate_outliers(rates, durations))
-    np.testing.assert_array_equal(result, wrong)
+    np.testing.assert_array_equal(np.flatnonzero(rate_outliers(rates, durations)), wrong)
 
 
 @pytest.fixture

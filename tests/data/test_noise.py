@@ -88,8 +88,7 @@ def test_where_a_clip_begins_anew_nothing_clicks_and_nothing_fades() -> None:
     ramp = np.linspace(-1, 1, 4000, dtype=np.float32)
     # Repeated without a fade, it would jump by 2.
     assert np.abs(np.diff(looped(ramp, 20_000, 1234))).max() < 0.02
-    noise = looped(white(4000), 200_000, 0)
-    parts = noise[: 3680 * 54].reshape(54, 3680)
+    parts = looped(white(4000), 200_000, 0)[: 3680 * 54].reshape(54, 3680)
     assert mean_power(parts[1:, :320].ravel()) == pytest.approx(0.01, rel=0.25)
 
 
@@ -127,8 +126,7 @@ def test_a_room_keeps_length_loudness_and_time(seed: int) -> None:
 
 def test_silence_stays_silent_in_a_room() -> None:
     silence = np.zeros(1000, np.float32)
-    room = simulated_room(np.random.default_rng(0))
-    assert (reverberate(silence, room) == silence).all()
+    assert (reverberate(silence, simulated_room(np.random.default_rng(0))) == silence).all()
     with pytest.raises(AudioError, match="the impulse response is silent"):
         ImpulseResponse.of(silence)
 
@@ -250,8 +248,7 @@ def test_epochs_seeds_and_steps_differ_and_lengths_stay(make: Callable[..., Load
 
 def test_silence_is_planned_and_divided_anew_in_each_epoch(nemo, tokenizer) -> None:
     padding = SilencePaddingConfig(seconds=(0.2, 0.6), probability=0.75)
-    manifest = nemo(24)
-    make = partial(make_loader, manifest, tokenizer)
+    make = partial(make_loader, nemo(24), tokenizer)
     plain, loader = make(), make(silence_padding=padding)
     speech = {plain._corpus.name(i): plain._corpus.example(i).audio for i in range(24)}
     corpus = loader._corpus
@@ -458,5 +455,4 @@ def test_the_configuration_is_checked(mapping: dict, message: str) -> None:
 def test_a_file_name_of_noise_need_not_be_utf8(tmp_path: Path) -> None:
     with (tmp_path / os.fsdecode(b"caf\xe9.wav")).open("wb") as file:
         soundfile.write(file, np.full(1600, 0.5, np.float32), 16_000, format="WAV")
-    result = Clips.load([tmp_path], "noise")
-    assert result.read(0) == pytest.approx(0.5, abs=1e-4)
+    assert Clips.load([tmp_path], "noise").read(0) == pytest.approx(0.5, abs=1e-4)

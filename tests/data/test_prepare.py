@@ -70,8 +70,7 @@ def test_every_fault_is_dropped_counted_and_listed(faulty, tmp_path):
 
 
 def test_the_output_can_be_read_from_anywhere(nemo, tmp_path, monkeypatch):
-    manifest = nemo(3)
-    monkeypatch.chdir(manifest.parent)
+    monkeypatch.chdir(nemo(3).parent)
     prepare("train.jsonl", tmp_path / "out")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -170,8 +169,7 @@ def test_a_path_that_is_not_utf8_is_dropped_and_listed(tmp_path):
 
 def call(folder: Path, *rows: dict) -> Path:
     """Write a manifest of a recording whose second channel is louder."""
-    audio = np.stack([0.2 * tone(300), tone(500)], 1)
-    soundfile.write(folder / "call.wav", audio, RATE)
+    soundfile.write(folder / "call.wav", np.stack([0.2 * tone(300), tone(500)], 1), RATE)
     write(folder / "mono.wav", 700)
     lines = [{"audio_filepath": "call.wav", "text": "a", "id": "u"} | row for row in rows]
     return write_lines(folder / "m.jsonl", lines)
@@ -290,8 +288,7 @@ def test_what_only_ffmpeg_reads_is_copied_on_request(tmp_path, ffmpeg) -> None:
 def test_parts_of_a_recording_share_a_copy(tmp_path, ffmpeg) -> None:
     packed(tmp_path / "talk.m4a", "", 3.0)
     rows = [{"audio_filepath": "talk.m4a", "text": "a", "offset": n, "duration": 1} for n in (0, 1)]
-    source = write_lines(tmp_path / "m.jsonl", rows)
-    prepare(source, tmp_path / "out", convert=True, jobs=4)
+    prepare(write_lines(tmp_path / "m.jsonl", rows), tmp_path / "out", convert=True, jobs=4)
     assert [cut.start for cut in read(tmp_path / "out")] == [0.0, 1.0]
     assert len(ffmpeg.read_text().splitlines()) == 1
     cut = Recording.from_file(next((tmp_path / "out/audio").iterdir())).to_cut()

@@ -95,8 +95,7 @@ def test_faults_lose_and_repeat_nothing(source, store, tokenizer):
     loaders = []
     for place in (path, remote.localized(url)):
         loader = make_loader(place, tokenizer, micro_batches=1)
-        count = loader.count_steps([0, 1])
-        loaders.append(take_steps(loader, count))
+        loaders.append(take_steps(loader, loader.count_steps([0, 1])))
     assert not [fault for fault in store.proxy.faults if fault[0] == "GET"]  # patterns need no HEAD
     for expected, step in zip(*loaders, strict=True):
         assert not step.skipped

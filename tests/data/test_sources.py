@@ -221,8 +221,7 @@ def test_the_id_of_a_sentence_that_several_read(tmp_path, pack):
 def test_parts_of_recordings_of_nemo(nemo, tmp_path):
     """The second part of a recording is named -sub1, and is not in the tar file."""
     (tmp_path / "set").mkdir()
-    folder = nemo_tarred(nemo(4), tmp_path / "set")
-    manifest = folder / "tarred_audio_manifest.json"
+    manifest = nemo_tarred(nemo(4), tmp_path / "set") / "tarred_audio_manifest.json"
     rows = read_lines(manifest)
     rows[1] |= {"audio_filepath": "u0-sub1.wav", "offset": 0.3, "duration": 0.2}
     rows[0] |= {"offset": 0.0, "duration": 0.3}
@@ -338,8 +337,7 @@ def test_tables_that_cannot_be_read(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message) as caught:
             prepare(source, "refused", **options)
         assert "\n" not in str(caught.value)
-    report = prepare("empty/none.parquet", "named", text_column="words")
-    assert report.kept.utterances == 3
+    assert prepare("empty/none.parquet", "named", text_column="words").kept.utterances == 3
     assert prepare("train-*.parquet", "pattern").kept.utterances == 3
 
 
@@ -414,8 +412,7 @@ def test_places_are_cached_until_a_file_changes(nemo, tokenizer, tmp_path, name)
     assert notes[-1].startswith("7 utterances, cached in")
     for row in range(7):
         assert np.array_equal(load_audio(again.audio[row]), load_audio(first.audio[row]))
-    changed = min(path.iterdir())
-    os.utime(changed, ns=(0, 0))
+    os.utime(min(path.iterdir()), ns=(0, 0))
     notes.clear()
     assert len(cache(*arguments)) == 7
     assert not any(note.startswith("7 utterances, cached") for note in notes)

@@ -198,8 +198,7 @@ def test_the_first_line_tells_what_a_manifest_is(manifest, nemo, tmp_path):
 def test_the_source_of_a_line_chooses_the_expert(tmp_path, bilingual):
     named = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
     rows = [row(n, 2) | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n in range(6)]
-    path = write_lines(tmp_path / "named.jsonl", rows)
-    corpus = load(path, bilingual)
+    corpus = load(write_lines(tmp_path / "named.jsonl", rows), bilingual)
     assert corpus.batch(np.arange(3)).expert is None
     told = corpus.with_experts(named.number_of)
     batch, nothing = told.batch(np.arange(5)), told.batch(np.arange(0))

@@ -74,8 +74,7 @@ def test_room_for_labels_is_planned_by_duration(half, tokenizer):
     has_text = corpus.monotonic
     assert has_text.tolist() == [True, False] * 5
     seconds = corpus.samples / 16_000
-    texts = corpus.text_lengths[has_text]
-    rate = 1.25 * (texts / seconds[has_text]).max()
+    rate = 1.25 * (corpus.text_lengths[has_text] / seconds[has_text]).max()
     room = np.minimum(np.ceil(rate * seconds) + 1, corpus.lengths.frames)
     assert (corpus.lengths.tokens[~has_text] == room[~has_text]).all()
     assert corpus.example(1).reserved == room[1]
@@ -100,8 +99,7 @@ def test_nobody_labels_a_translation(nemo, tokenizer):
     rows = read_lines(nemo(10))
     rows[2] |= {"text": "", "source_lang": "en", "target_lang": "de"}
     path = write_lines(nemo(10).parent / "translation.jsonl", rows)
-    corpus = load_corpus(path, tokenizer, text="optional")
-    assert dropped(corpus) == [("u2", "empty_text")]
+    assert dropped(load_corpus(path, tokenizer, text="optional")) == [("u2", "empty_text")]
 
 
 def test_a_batch_reserves_rows_for_labels():

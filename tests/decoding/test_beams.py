@@ -328,8 +328,7 @@ def test_prefix_scores_of_long_and_sure_speech_are_exact() -> None:
     frames[:, 4] = 0.0
     frames[1000:1003] = torch.tensor([-60.0, 0.0, -60.0, -60.0, -60.0])
     frames[1900] = torch.tensor([-60.0, -60.0, 0.0, -0.5, -60.0])
-    encoded = pack([frames])
-    state = CTCPrefixScorer.begin(GIVEN, encoded, 1, 1)
+    state = CTCPrefixScorer.begin(GIVEN, pack([frames]), 1, 1)
     zero = torch.zeros(1, 1, dtype=torch.int64)
     for token in (1, 2):
         state = state.advanced(zero, zero + token)

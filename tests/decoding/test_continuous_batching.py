@@ -236,7 +236,6 @@ def test_sequences_past_the_utterances_are_not_decoded(model, tokenizer) -> None
 
 def test_a_step_stays_on_the_device_and_asks_it_nothing() -> None:
     # In a process of its own: torch can be told of one more device only once, and for good.
-    worker = Path(__file__).with_name("fake_gpu_step.py")
-    done = preloaded.finished(worker)
+    done = preloaded.finished(Path(__file__).with_name("fake_gpu_step.py"))
     assert done.returncode == 0, done.stderr[-4000:]
     assert "4 engines" in done.stdout

@@ -223,8 +223,7 @@ def test_a_conversation_that_needs_more_pages_is_answered_alone():
 
 
 def test_a_failed_step_loses_no_name(monkeypatch):
-    model = speech_llm()
-    engine = ConversationEngine(model, (), slots=2)
+    engine = ConversationEngine(speech_llm(), (), slots=2)
     engine.submit(make_conversation_batch(questions(3)), [1, 4, 2], ["a", "b", "c"])
 
     def fail(cache, tokens):

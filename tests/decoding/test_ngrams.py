@@ -72,8 +72,7 @@ def _log10(model: TokenNgrams, context, token: int) -> float:
     provided = torch.tensor(context, dtype=torch.int64).reshape(1, 1, -1)
     scores = model.scores(provided, torch.tensor([[[token]]]))
     assert scores.shape == (1, 1, 2)
-    end = model.scores(provided, torch.tensor([[[EOS]]]))
-    assert scores[0, 0, 1] == end[0, 0, 0]
+    assert scores[0, 0, 1] == model.scores(provided, torch.tensor([[[EOS]]]))[0, 0, 0]
     return float(scores[0, 0, 0]) / math.log(10)
 
 
@@ -148,8 +147,7 @@ def test_texts_have_the_scores_of_the_same_model_over_tokens(path, lm) -> None:
         for ids in itertools.product(names, repeat=n):
             (whole,) = log_probs_of_texts(tokens, [ids])
             end = tokens.scores(torch.tensor([[[-1, *ids]]]), torch.tensor([[[0]]]))[0, 0, 1]
-            text = " ".join(names[item] for item in ids)
-            (result,) = lm.log_probs([("", text)])
+            (result,) = lm.log_probs([("", " ".join(names[item] for item in ids))])
             assert result == pytest.approx(whole - float(end))
             seen.add(round(result, 6))
     assert len(seen) > 80
@@ -211,8 +209,7 @@ def test_a_strong_language_model_changes_what_is_said(
 ) -> None:
     """It allows three tokens alone."""
     grams = ["-99\t<s>", "-2\t</s>", "-0.5\t20", "-0.5\t21", "-0.5\t22"]
-    path = write_arpa(tmp_path / "lm.arpa", grams)
-    with_lm = {**options, "lm": path, "lm_weight": 10.0}
+    with_lm = {**options, "lm": write_arpa(tmp_path / "lm.arpa", grams), "lm_weight": 10.0}
     results = decode_all(examples, model, tokenizer, **with_lm)
     assert results != decode_all(examples, model, tokenizer, **options)
     # What the decoder finds too unlikely to be a candidate cannot be said.

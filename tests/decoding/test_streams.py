@@ -195,8 +195,7 @@ def test_ctc_says_a_token_at_its_likeliest_frame() -> None:
     probabilities = torch.tensor([[0.01, 0.99], [0.03, 0.97], [0.01, 0.99], [0.98, 0.02]])
     search = CTCBeamStreams(GIVEN, 1, 2, 1)
     search.start(0)
-    first = search.step(probabilities[None, :3].log(), [3])[0]
-    assert first.tokens == ()
+    assert search.step(probabilities[None, :3].log(), [3])[0].tokens == ()
     assert [item.frames for item in search._hypotheses(0)] == [(), (1,)]
     then = search.step(probabilities[None, 3:].log(), [1])[0]
     assert (then.tokens, then.frames) == ((0,), (3,))

@@ -83,8 +83,7 @@ def delayed(context: DistributedContext):
     torch.testing.assert_close(
         torch.tensor(values(context, weight)), expected.mean().expand(4), msg="weights"
     )
-    moments = values(context, optimizer.state[weight]["exp_avg"])
-    assert len(set(moments)) == 1
+    assert len(set(values(context, optimizer.state[weight]["exp_avg"]))) == 1
 
 
 def refused(context: DistributedContext):

@@ -173,8 +173,7 @@ def test_a_device_that_is_always_behind_is_seen_all_the_same():
     for _ in range(20):
         learner.update(1.0)
         learner.publish()
-        message = torch.zeros(1)
-        learner.mixer.answer(message)
+        learner.mixer.answer(torch.zeros(1))
         seen.append(learner.mixer._view_version)
         # Half an update behind, and with what it was asked to do before.
         while len(learner.device._work) > 2:

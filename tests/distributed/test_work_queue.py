@@ -90,8 +90,7 @@ def test_learners_meet_without_those_who_are_lost(store):
         item.__enter__()
     assert members[0].try_synchronize() is None
     assert all_meet(members) == [[0, 1, 2, 3]] * 4
-    error = RuntimeError("out of luck")
-    members[1].__exit__(RuntimeError, error, None)
+    members[1].__exit__(RuntimeError, RuntimeError("out of luck"), None)
     begun = time.monotonic()
     # As if its process had ended.
     members[2]._ended.set()

@@ -212,8 +212,7 @@ def test_a_part_of_a_recipe_is_valid(text, tmp_path):
 
 def test_the_line_of_a_manifest_is_read():
     ((_, text),) = blocks(ROOT / "README.md", "json")
-    row = ManifestRow.parse(text, ROOT / "train.jsonl", 1)
-    utterance = nemo.parse(row, ReadOptions())
+    utterance = nemo.parse(ManifestRow.parse(text, ROOT / "train.jsonl", 1), ReadOptions())
     assert (utterance.duration, utterance.text) == (4.2, "Good morning.")
 
 

@@ -86,8 +86,7 @@ def test_the_quick_start_runs(needs, text, tmp_path, monkeypatch, capsys):
         for words in split(line):
             assert words[0] == "effasr"
             extra = QUICK if words[1] == "train" else []
-            code = cli.main([*words[1:], *extra])
-            assert code == 0, (words, capsys.readouterr().err)
+            assert cli.main([*words[1:], *extra]) == 0, (words, capsys.readouterr().err)
     if "transcribe" in text:
         assert "recording.wav\t" in capsys.readouterr().out
         assert list(tmp_path.glob("runs/mine/evaluation/*/wer.json"))

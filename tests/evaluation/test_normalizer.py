@@ -61,8 +61,7 @@ def test_the_leaderboards_first_is_that_of_transformers():
     """transformers has it, but brings no table of spellings: the same as Whisper's is given."""
     whisper = pytest.importorskip("whisper_normalizer.english")
     theirs = pytest.importorskip("transformers.models.whisper.english_normalizer")
-    mapping = whisper.EnglishSpellingNormalizer().mapping
-    expected = theirs.EnglishTextNormalizer(mapping)
+    expected = theirs.EnglishTextNormalizer(whisper.EnglishSpellingNormalizer().mapping)
     ours, plain = get_normalizer("open_asr_leaderboard_v1"), get_normalizer("whisper_english")
     texts = [
         "I kinda dunno 'cause it's sorta late, Mr. Smith!",

@@ -150,8 +150,7 @@ def test_the_margin_of_a_corrector_is_found():
     result = best_weights(lists, start, {"corrector_margin": GRIDS["corrector_margin"]})
     assert result.corrector_margin == 3.0
     assert sum(lists.word_errors(result)) == 0
-    never = replace(start, corrector_margin=1000.0)
-    assert sum(lists.word_errors(never)) > 50
+    assert sum(lists.word_errors(replace(start, corrector_margin=1000.0))) > 50
 
 
 def parsed(*words: str) -> DecodingConfig:
@@ -175,8 +174,7 @@ def test_options_of_a_file_are_those_of_the_command_line(tmp_path):
     other = parsed(*again, "--lm", "other.arpa")
     assert (other.lm, other.lm_weight) == (Path("other.arpa"), None)
     assert parsed(*again, "--corrector", "other").corrector_margin is None
-    same = parsed(*again, "--lm", os.path.relpath(lm))
-    assert same.lm_weight == 0.2
+    assert parsed(*again, "--lm", os.path.relpath(lm)).lm_weight == 0.2
     path.write_text("beams: 4\n")
     with pytest.raises(ValueError, match=r"unknown field.*did you mean `beam`"):
         parsed(*again)

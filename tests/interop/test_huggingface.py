@@ -263,8 +263,7 @@ def their_loss(model, example):
     if "durations" not in model.config.to_dict():
         return plain_loss(model(**inputs).logits[0, : valid(model, inputs)], example.text)
     # transformers divides by the number of labels.
-    loss = model(**inputs, labels=torch.tensor([example.text])).loss
-    return loss * len(example.text)
+    return model(**inputs, labels=torch.tensor([example.text])).loss * len(example.text)
 
 
 def their_transcripts(model, *examples):
@@ -423,8 +422,7 @@ def test_sinusoids_become_the_table_of_positions(ours, examples, make_batch, tmp
     decoder = dataclasses.replace(ours.config.decoder, positions="sinusoidal")
     model = ASRModel(dataclasses.replace(ours.config, decoder=decoder), VOCABULARY).eval()
     export_model(model, tmp_path)
-    loader = transformers.CohereAsrForConditionalGeneration
-    theirs = loader.from_pretrained(tmp_path).eval()
+    theirs = transformers.CohereAsrForConditionalGeneration.from_pretrained(tmp_path).eval()
     batch = make_batch([examples[0]])
     hidden, _ = model.decode(batch.tokens, model.encode(batch))
     expected = theirs(**canary_inputs(theirs, examples[0])).logits[0]

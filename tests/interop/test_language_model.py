@@ -17,8 +17,7 @@ pytest.importorskip("transformers")
 
 
 def build(folder):
-    text = read_architecture(folder)
-    return LanguageModel(LanguageModelConfig(architecture=text), 32)
+    return LanguageModel(LanguageModelConfig(architecture=read_architecture(folder)), 32)
 
 
 @pytest.fixture(params=["llama", "gemma"])
@@ -130,8 +129,7 @@ def test_implementations_in_a_configuration_are_ignored():
 
 @pytest.mark.parametrize("kind", ["gemma2", "cohere"])
 def test_families_that_compute_more_are_refused(kind):
-    text = architecture(kind)
-    model = LanguageModel(LanguageModelConfig(architecture=text), 32)
+    model = LanguageModel(LanguageModelConfig(architecture=architecture(kind)), 32)
     with pytest.raises(ValueError, match="family of language models"):
         model.check_against_transformers()
 

@@ -123,8 +123,7 @@ def test_the_padded_encoder(position, head_width, tiny_config, examples, make_ba
 @torch.no_grad()
 def test_the_steps_of_a_transducer(config, tiny_config):
     torch.manual_seed(0)
-    config_of_all = dataclasses.replace(tiny_config, transducer=config)
-    model = ASRModel(config_of_all, VOCABULARY).eval()
+    model = ASRModel(dataclasses.replace(tiny_config, transducer=config), VOCABULARY).eval()
     shake(model)
     head = model.transducer
     predictor, joint = predictor_step(head), JointStep(head)

@@ -53,8 +53,7 @@ def recognizer(kind, folder):
     files = {name: str(folder / f"{name}.onnx") for name in names}
     make = sherpa_onnx.OnlineRecognizer
     make = make.from_nemo_ctc if kind == "ctc" else make.from_transducer
-    tokens = str(folder / "tokens.txt")
-    return make(tokens=tokens, feature_dim=BINS, num_threads=1, **files)
+    return make(tokens=str(folder / "tokens.txt"), feature_dim=BINS, num_threads=1, **files)
 
 
 def fed(of, audio):

@@ -226,8 +226,7 @@ def test_what_is_exported_is_loaded_with_the_same_transcripts(theirs, ours, kind
     pad = theirs.config.pad_token_id
     tokens = SpecialTokens(blank_id=0 if kind == "omniasr" else pad, pad_id=pad)
     assert export_model(ours, tmp_path, tokens) == CLASSES[family].name
-    loader = type(theirs)
-    again, report = loader.from_pretrained(tmp_path, output_loading_info=True)
+    again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     for example in spoken((14_005, 2_719)):
         assert_same(their_logits(again.eval(), example), their_logits(theirs, example), example.id)

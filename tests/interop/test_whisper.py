@@ -174,8 +174,7 @@ def test_transcripts_are_those_of_generate(whisper_checkpoint, theirs, prompt):
         config = dataclasses.replace(model.config, decoder=decoder)
         return ASRModel.from_state_dict(config, model.vocab_size, model.state_dict()).eval()
 
-    free = with_suppressed((), ())
-    unbarred = attention_greedy(free, encoded, prompts, limits, EOS)
+    unbarred = attention_greedy(with_suppressed((), ()), encoded, prompts, limits, EOS)
     message = [item.tokens[0] for item in unbarred if item.tokens]
     # Suppress what it says most, and what it begins with.
     often = [token for item in unbarred for token in item.tokens]
@@ -363,8 +362,7 @@ def test_the_padded_model_is_the_packed_one(whisper_checkpoint, prompt):
     slots = mel.values.split(mel.lengths.tolist())
     for row, rows in zip(features, slots, strict=True):
         row[: len(rows)] = rows
-    result = PaddedEncoder(model)(features, mel.lengths)
-    states, lengths, keys, values = result
+    states, lengths, keys, values = PaddedEncoder(model)(features, mel.lengths)
     assert lengths.tolist() == list(encoded.layout.lengths)
     real = [item[:length] for item, length in zip(states, lengths, strict=True)]
     torch.testing.assert_close(torch.cat(real), encoded.values, atol=2e-5, rtol=2e-5)
@@ -400,8 +398,7 @@ def test_learned_positions_are_read_trained_and_written(learned, tmp_path, caplo
     assert "were learnt" in caplog.text
     assert config.encoder.positions == "learned"
     model = ASRModel.from_state_dict(config, vocab_size, state).eval()
-    prompt = [make_tokenizer().token_to_id("<|startoftranscript|>")]
-    (example,) = spoken([16_005], prompt)
+    (example,) = spoken([16_005], [make_tokenizer().token_to_id("<|startoftranscript|>")])
     framing = config.features.framing
     batch = collate([example], None, eos_id=EOS, pad_id=EOS, framing=framing)
     encoded = model.encode(batch).values

@@ -81,8 +81,7 @@ def test_nan_is_not_hidden_and_is_named(kind, tiny_config, examples, make_batch)
     audio = examples[1].audio.copy()
     audio[100] = float("nan")
     broken = [examples[0], dataclasses.replace(examples[1], audio=audio), examples[2]]
-    model = make(tiny_config, kind).eval()
-    losses = model(make_batch(broken, static=True))
+    losses = make(tiny_config, kind).eval()(make_batch(broken, static=True))
     for name in ("transducer",) if kind == "lstm" else ("cross_entropy", "ctc"):
         assert getattr(losses, name).isnan()
     assert losses.per_utterance.isnan().tolist() == [False, True, False, False, False, False]

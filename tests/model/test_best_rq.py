@@ -87,8 +87,7 @@ def test_codes_are_the_nearest_of_the_codebook():
         distances = ((projected[:, None] - units[None]) ** 2).sum(-1)
         nearest = distances.min(1)
         # Norms of rounded codes differ in the third digit.
-        chosen = distances[np.arange(len(frames)), result[book]]
-        assert (chosen <= nearest + 0.02).all()
+        assert (distances[np.arange(len(frames)), result[book]] <= nearest + 0.02).all()
         assert (result[book] == distances.argmin(1)).mean() > 0.97
 
 
@@ -120,8 +119,7 @@ def test_spans_cover_the_expected_share_and_every_sequence():
 
 def test_the_loss_is_that_of_masked_frames(model):
     model.eval()
-    audio = waves(3)
-    batch = batch_of(audio, model.config, static=True)
+    batch = batch_of(waves(3), model.config, static=True)
     best_rq, generator = model.best_rq, torch.random.get_rng_state()
     losses = model(batch)
     torch.random.set_rng_state(generator)
@@ -183,8 +181,7 @@ def test_features_without_normalisation_are_normalised_for_the_codes():
     ]
     assert min(same) > 0.9
     batch = batch_of(audio, model.config)
-    values = normalized(model.features(batch.audio, batch.frames))
-    assert values.abs().mean() > 0.5
+    assert normalized(model.features(batch.audio, batch.frames)).abs().mean() > 0.5
 
 
 @pytest.mark.parametrize("name", CONFIGS)

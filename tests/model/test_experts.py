@@ -150,13 +150,11 @@ def test_experts_have_adapters_of_their_own(experts, tiny_config, speech):
         again = model(speech).cross_entropy
     torch.testing.assert_close(again, losses.cross_entropy, rtol=1e-4, atol=0.0)
     plain = without_adapters(model.state_dict())
-    dense = ASRModel.from_state_dict(config, VOCABULARY, plain).eval()
-    again = dense(speech).cross_entropy
+    again = ASRModel.from_state_dict(config, VOCABULARY, plain).eval()(speech).cross_entropy
     torch.testing.assert_close(again, losses.cross_entropy, rtol=1e-4, atol=0.0)
 
     # All of the second expert's.
-    alone = replace(speech, expert=torch.ones_like(speech.expert))
-    model(alone).cross_entropy.backward()
+    model(replace(speech, expert=torch.ones_like(speech.expert))).cross_entropy.backward()
     assert isinstance(model.encoder, FastConformerEncoder)
     for layer in model.encoder.modules():
         if isinstance(layer, LoRAGroupedLinear):

@@ -101,8 +101,7 @@ def test_a_batch_of_one_language_trains_its_adapter_as_one_alone(
     for number in (0, 1):
         gradients = []
         for item in (model, single(model, config, number)):
-            batch = make_batch(of_languages(examples, [number] * 4), static=True)
-            losses = item(batch)
+            losses = item(make_batch(of_languages(examples, [number] * 4), static=True))
             (losses.cross_entropy + losses.ctc).backward()
             gradients.append({n: p.grad for n, p in item.named_parameters() if p.requires_grad})
             item.zero_grad()

@@ -136,8 +136,7 @@ def test_masked_tokens_are_not_seen_in_training(config):
     model = ASRModel(masked, VOCABULARY)
     read = PackedSequence(torch.ones(40, 4), PackedLayout.from_lengths([40]))
     tokens = torch.zeros(40, dtype=torch.int64)
-    rows = model.text_encoder.upsampled(read, tokens).values.view(40, 3, 4)
-    hidden = (rows == 0).all(2)
+    hidden = (model.text_encoder.upsampled(read, tokens).values.view(40, 3, 4) == 0).all(2)
     assert (hidden.all(1) == hidden.any(1)).all()
     assert 5 < hidden[:, 0].sum() < 35
     assert model.eval().text_encoder.upsampled(read, tokens).values.all()
@@ -181,8 +180,7 @@ def test_long_tokens_have_more_of_as_many_rows():
     # 2 to 1 in 6 rows; 1 to 2 to 6.3 to 0.01 in 12, and each has one; all 3 where it is alone.
     model.running_duration[4:8] = torch.tensor([2.0, 1.0, 6.3, 0.01])
     rows = model.upsampled(read, tokens)
-    counts = [4, 2, 1, 3, 7, 1, 3, 3, 3, 3]
-    expected = values.repeat_interleave(torch.tensor(counts), 0)
+    expected = values.repeat_interleave(torch.tensor([4, 2, 1, 3, 7, 1, 3, 3, 3, 3]), 0)
     assert rows.layout.cu_seqlens.tolist() == [0, 6, 6, 18, 21]
     assert torch.equal(rows.values, expected)
     gradient = torch.randn_like(expected)

@@ -91,8 +91,7 @@ def test_the_balance_loss_is_1_for_even_choices_and_most_for_a_single_one():
     router = Router(4, 4, 1)
     with torch.no_grad():
         router.weight.copy_(20 * torch.eye(4))
-    even = router(torch.eye(4))
-    torch.testing.assert_close(even.losses[0], torch.tensor(1.0))
+    torch.testing.assert_close(router(torch.eye(4)).losses[0], torch.tensor(1.0))
     single = router(torch.eye(4)[:1].expand(8, -1))
     torch.testing.assert_close(single.losses[0], torch.tensor(4.0))
     assert single.expert.flatten().tolist() == [0] * 8
@@ -112,8 +111,7 @@ def test_a_tail_changes_no_loss_of_the_router():
     torch.testing.assert_close(gradient, expected)
     assert routed.expert[5:].tolist() == [[3, 3]] * 2
     assert not routed.gate[5:].any()
-    nothing = router(longer, torch.zeros(7, dtype=torch.bool))
-    assert not nothing.losses.any()
+    assert not router(longer, torch.zeros(7, dtype=torch.bool)).losses.any()
 
 
 class _Recomputed(Layer):

@@ -51,8 +51,7 @@ def alone(predictor, said):
         weights = dict(predictor.lstm.named_parameters())
         return torch.func.functional_call(theirs, weights, (embedded[None],))[0][0]
     padded = nn.functional.pad(embedded, (0, 0, predictor.context - 1, 0))
-    windows = padded.unfold(0, predictor.context, 1)
-    return (windows * predictor.taps).sum(-1).relu()
+    return (padded.unfold(0, predictor.context, 1) * predictor.taps).sum(-1).relu()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,8 +63,7 @@ def test_a_pack_is_each_utterance_alone(factor, bins, causal):
     frames = [framing.frames(length) for length in lengths]
     layout = PackedLayout.from_lengths(frames, rows=sum(frames) + 3, num_sequences=17)
     real = torch.tensor([*lengths, 0, 0])
-    values = torch.randn(factor * layout.rows, bins).double()
-    mel = MelFrames(values, layout, real, factor)
+    mel = MelFrames(torch.randn(factor * layout.rows, bins).double(), layout, real, factor)
     # The operation of plain layers never reads what is not real.
     mel.values.masked_fill_(~mel.mask[:, None], 0.0 if causal else torch.nan)
     out = module(mel.with_values(mel.values.requires_grad_()))

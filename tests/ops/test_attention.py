@@ -181,8 +181,7 @@ def test_is_what_parakeet_computes() -> None:
 def test_dropout_drops_and_keeps_the_mean() -> None:
     q = torch.zeros(500, 1, 8)
     v = torch.ones(500, 1, 8)
-    layout = PackedLayout.from_lengths([500])
-    y = attention(q, q, v, layout, dropout=0.25, seed=1)[:, 0, 0]
+    y = attention(q, q, v, PackedLayout.from_lengths([500]), dropout=0.25, seed=1)[:, 0, 0]
     # Each row is the mean of 500 weights of 0 or 4/3: standard deviation (0.25/0.75/500) ** 0.5.
     deviation = (0.25 / 0.75 / 500) ** 0.5
     assert abs(y.mean() - 1) < 5 * deviation / 500**0.5

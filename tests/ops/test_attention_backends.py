@@ -291,8 +291,7 @@ def test_torch_may_run_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_takes_the_calls(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real functions of the torch that is installed, on tensors without values."""
     monkeypatch.undo()
-    rows = torch.empty(12, 3, HEADS, 64, device="meta", dtype=torch.bfloat16)
-    q, k, v = rows.unbind(1)
+    q, k, v = torch.empty(12, 3, HEADS, 64, device="meta", dtype=torch.bfloat16).unbind(1)
     offsets = torch.empty(5, dtype=torch.int32, device="meta")
     layout = PackedLayout(offsets, range(5), 12, static_max_seqlen=7)
     arguments = attention_arguments(q, k, v, layout, layout, causal=causal, scale=0.1)

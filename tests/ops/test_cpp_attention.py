@@ -171,8 +171,7 @@ def test_company_changes_no_bit(kind: str, dropout: float) -> None:
     _assert_equal(evaluate(case, replace(PLAIN, tail=9, extra=4)), expected)
     if dropout:
         return
-    order = (4, 2, 0, 1, 3)
-    permuted = evaluate(case, replace(PLAIN, order=order)).rows
+    permuted = evaluate(case, replace(PLAIN, order=(4, 2, 0, 1, 3))).rows
     for name in ("result 0", *(f"gradient of {x}" for x in "qkv")):
         assert all(map(torch.equal, permuted[name], expected.rows[name])), name
     for n in range(len(LENGTHS)):

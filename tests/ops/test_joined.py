@@ -59,15 +59,13 @@ def test_gradients_are_joined_without_a_copy_if_they_are_parts_in_order(change: 
         "contiguous": lambda x: [part.contiguous() for part in x],
     }
     gradient = _gradient(lambda x: changes[change](keep(x)), seen)
-    expected = torch.arange(1.0, 4.0)[:, None, None].expand(7, 3, 2, 4)
-    assert torch.equal(gradient, expected)
+    assert torch.equal(gradient, torch.arange(1.0, 4.0)[:, None, None].expand(7, 3, 2, 4))
     assert (seen[0] == seen[1]) == (change == "none")
 
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_other_tensors_have_contiguous_gradients(heads: int) -> None:
-    whole = torch.randn(6, 3, heads, 4)
-    q, k, v = whole.unbind(1)
+    q, k, v = torch.randn(6, 3, heads, 4).unbind(1)
     for parts in ((q, v, k), (k, v), (k, v, v), (q.clone(), k, v), (q[:0], k[:0], v[:0])):
         for gradient, part in zip(empty_gradients(*parts), parts, strict=True):
             assert gradient.shape == part.shape

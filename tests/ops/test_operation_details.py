@@ -218,8 +218,7 @@ def test_linear_cross_entropy_reads_no_ignored_row(targets: list[int]) -> None:
 def test_rms_norm_rounds_once_with_the_offset_1_alone() -> None:
     x, weight = torch.randn(50, 12).bfloat16(), torch.randn(12)
     normal = F.rms_norm(x.float(), (12,), eps=1e-5)
-    plain = rms_norm(x, weight, eps=1e-5)
-    assert torch.equal(plain, weight * normal.bfloat16())
+    assert torch.equal(rms_norm(x, weight, eps=1e-5), weight * normal.bfloat16())
     shifted = rms_norm(x, weight, eps=1e-5, offset=1)
     assert torch.equal(shifted, ((1 + weight) * normal).bfloat16())
     with torch.autocast("cpu", torch.bfloat16):

@@ -137,8 +137,7 @@ def test_apex_is_used_where_it_is_there(monkeypatch, tmp_path, build, file, sett
     optimizer = build(groups, config, CUDA)
     if name == "adamw":
         monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: "torch's")
-        automatic = OptimizerConfig(lr=0.5)
-        assert build(groups, automatic, CUDA) == "torch's"
+        assert build(groups, OptimizerConfig(lr=0.5), CUDA) == "torch's"
     assert type(optimizer).__name__.lower() == file.replace("_", "")
     assert optimizer.settings == {"lr": 0.5, "betas": (0.9, 0.98), "eps": 1e-8} | settings
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
@@ -546,8 +545,7 @@ def test_moments_of_a_larger_batch_decay_faster_by_the_rule_for_adam():
         scaled(config, 88)
     # Noise that is added up over k steps, or averaged over a batch k times as large: the second
     # moment of a gradient that is all noise is k times smaller, and an update as large.
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(4096, 64, generator=generator)
+    noise = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
     moves = []
     for batch in (1, 4):
         parameter = torch.nn.Parameter(torch.zeros(64))

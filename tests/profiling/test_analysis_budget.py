@@ -276,8 +276,7 @@ def listed(found: np.ndarray) -> set[int]:
 
 
 def is_a_set(found: np.ndarray) -> bool:
-    flat = found.ravel()
-    return found.dtype == np.int64 and bool((np.diff(flat) > 0).all())
+    return found.dtype == np.int64 and bool((np.diff(found.ravel()) > 0).all())
 
 
 @given(spans, spans)

@@ -325,8 +325,7 @@ def test_a_kernel_without_launch_is_placed_by_its_external_id(trace_path: Path) 
     trace = Trace()
     trace.note("step", 0, 1000)
     trace.note("encoder", 20, 200)
-    external = trace.operator("aten::mm", 30, 60)
-    trace.kernel(None, 300, 400, external=external)
+    trace.kernel(None, 300, 400, external=trace.operator("aten::mm", 30, 60))
     trace.kernel(None, 500, 600)
     assert labelled(kineto.read(trace.write(trace_path))) == [
         ("encoder", "encoder", "external id", False),

@@ -122,8 +122,7 @@ def test_the_slowest_rank_is_the_one_that_does_not_wait(tmp_path: Path) -> None:
 
 
 def test_the_waterfall_falls() -> None:
-    metrics = [line(mfu=0.4, mfu_with_padding=0.5, hfu=0.6)]
-    bars = sources.waterfall(metrics, {})["bars"]
+    bars = sources.waterfall([line(mfu=0.4, mfu_with_padding=0.5, hfu=0.6)], {})["bars"]
     assert [bar["share"] for bar in bars] == [1.0, 0.6, 0.5, 0.4]
     estimate = sources.waterfall([line(mfu=0.4)], {"padding_frames": {"mean": 0.2}})
     assert estimate["is_estimate"]
@@ -144,8 +143,7 @@ def test_a_comparison_says_where_the_difference_comes_from(tmp_path: Path) -> No
     export = Export()
     export.range("step", 0, 500_000)
     export.kernel(0, 2, 400_000)
-    after = report(export, tmp_path / "after.sqlite")
-    result = compare(before, after)
+    result = compare(before, report(export, tmp_path / "after.sqlite"))
     assert result["step_ms"]["ratio"] == pytest.approx(0.5)
     assert {row["name"]: row["delta"] for row in result["parts"]}["host_gap"] == pytest.approx(-0.5)
     assert result["text"].endswith(

@@ -158,8 +158,7 @@ def test_two_runs_are_compared(tmp_path: Path, output: Path) -> None:
         runs.append(tmp_path / name)
     assert report.main([*map(str, runs), "--output", str(output)]) == 0
     made = json.loads((output / "report.json").read_text())
-    page = check_page(output / "report.html")
-    assert made["comparison"]["text"] in page.text
+    assert made["comparison"]["text"] in check_page(output / "report.html").text
     rows = {row["name"]: row for row in made["comparison"]["parts"]}
     assert rows["compute"]["delta"] == pytest.approx(-200e-6)
     assert (output / "trace_before.json").is_file()
@@ -172,8 +171,7 @@ def test_a_run_without_captures_has_a_report_and_no_trace(tmp_path: Path, output
     log(tmp_path, mfu=0.3, mfu_with_padding=0.4, useful_tflops=12.5)
     output.mkdir(parents=True)
     (output / "trace.json").write_text("of an earlier report")
-    made = report.make([[tmp_path]], output)
-    assert made["budget"] is None
+    assert report.make([[tmp_path]], output)["budget"] is None
     assert not (output / "trace.json").exists()
     page = check_page(output / "report.html")
     assert "no capture was given" in page.text

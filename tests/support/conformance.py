@@ -258,8 +258,7 @@ def check_dtypes(case: Case) -> None:
         return
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         gold = evaluate(_rounded(case, dtype), _PLAIN)
-        actual = evaluate(case, Variation(dtype=dtype))
-        pairs = list(_pairs(actual, gold))
+        pairs = list(_pairs(evaluate(case, Variation(dtype=dtype)), gold))
         largest = max(
             (y[y.isfinite()].abs().max().item() for _, _, y in pairs if y.isfinite().any()),
             default=0.0,

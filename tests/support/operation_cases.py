@@ -56,8 +56,7 @@ def labels_for(length: int, classes: int, blank_id: int) -> Tensor:
 
 def ignored_targets(length: int, classes: int) -> Tensor:
     """Classes, and about a third of rows that do not count."""
-    targets = torch.randint(classes, (length,))
-    return targets.masked_fill(torch.rand(length) < 0.3, -100)
+    return torch.randint(classes, (length,)).masked_fill(torch.rand(length) < 0.3, -100)
 
 
 def rms_norm(lengths, width=12, *, offset=0, frozen=False, wide=False):

@@ -39,8 +39,7 @@ def test_every_recipe_runs_on_any_number_of_ranks_with_the_same_batch(recipe, ra
     total = data.micro_batches * data.known_frame_budget
     assert total <= count * budget < total + count
     assert ("the batch is the same" in line) == (parts > 1)
-    tokens = suggest_token_budget(before.lengths, budget)
-    shape = StaticShape(budget, tokens, budget)
+    shape = StaticShape(budget, suggest_token_budget(before.lengths, budget), budget)
     plan = plan_epoch(before.lengths, shape=shape, micro_batches=count, seed=0, epoch=0)
     assert plan.num_steps > 0
     assert plan.padding_frames < 0.2

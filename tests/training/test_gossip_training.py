@@ -173,8 +173,7 @@ def test_adascale_ends_the_run_of_all_learners(make_config, tmp_path):
     settings = {"data": {"micro_batches": 8}, "optimizer": adascale}
     assert run(make_config(name="ddp", training=loop, **settings)) == 0
     apart = make_config(training=loop | {"strategy": "adpsgd"}, **settings)
-    message = train(apart, tmp_path, [{}, {"pause_s": 0.2}], [0, 0])
-    assert "done: " in message[0]
+    assert "done: " in train(apart, tmp_path, [{}, {"pause_s": 0.2}], [0, 0])[0]
     (*_, expected), (*_, last) = (
         read_lines(tmp_path / name / "metrics.jsonl") for name in ("ddp", "run")
     )

@@ -125,8 +125,7 @@ def assert_equal(first: list[Tensor], second: list[Tensor]):
 
 def local(context: DistributedContext):
     """Ranks go apart after the warm-up, and meet at the mean at the end of each period."""
-    optimizer = OptimizerConfig(lr=1e-2)
-    reference = quiet_config(optimizer, ema_decay=0.9)
+    reference = quiet_config(OptimizerConfig(lr=1e-2), ema_decay=0.9)
     periods = LocalSGDConfig(period=3, warmup_steps=2)
     model, state = make(with_loop(reference, strategy="local_sgd", local_sgd=periods), context)
     expected, plain = make(reference, context)

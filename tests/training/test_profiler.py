@@ -82,8 +82,7 @@ def test_nsys_is_told_where_its_capture_range_begins_and_ends(tmp_path, monkeypa
     for number in range(6):
         with capture.step(number):
             calls.append(str(number))
-    expected = ["0", "1", "wait", "start", "2", "3", "wait", "stop", "4", "5"]
-    assert calls == expected
+    assert calls == ["0", "1", "wait", "start", "2", "3", "wait", "stop", "4", "5"]
     # Once to see whether they would be lost, and once to record.
     assert seen == ["nvtx", "nvtx"]
 

@@ -487,8 +487,7 @@ def contents(folder: Path) -> dict[str, int]:
 
 
 def test_a_second_start_is_refused_before_it_writes_or_renames(make_config, tmp_path):
-    config = make_config(training={"max_steps": 2, "checkpoint_every": 2})
-    assert run(config) == 0
+    assert run(make_config(training={"max_steps": 2, "checkpoint_every": 2})) == 0
     assert not (tmp_path / "run" / LOCK).exists()
     with holder(tmp_path / "run", "one"):
         before = contents(tmp_path)

@@ -50,8 +50,7 @@ def test_speech_and_text_train_together(make_with_text, tmp_path, capsys):
     visible = capsys.readouterr().err
     assert "and 1 of text alone, each" in visible
     assert "tokens  utterances" in visible
-    model = load_model(resolve(tmp_path / "run")).model
-    assert model.config.text_encoder == TEXT_ENCODER
+    assert load_model(resolve(tmp_path / "run")).model.config.text_encoder == TEXT_ENCODER
 
 
 def test_shared_layers_and_consistency_train(make_with_text, tmp_path):
@@ -294,8 +293,7 @@ SEED = 3
 
 
 def loader(config: TrainConfig, **options) -> Loader:
-    tokenizer = find_tokenizer(config, None)
-    corpus = load_corpus(config, tokenizer, None)
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
     return Loader(corpus, config.data, seed=SEED, pin_memory=False, **options)
 
 
@@ -323,8 +321,7 @@ def test_manifests_may_move_but_shares_must_stay(make_mixed, tmp_path, sources):
     assert run(config) == 0
     (sources / "tiny.jsonl").rename(sources / "renamed.jsonl")
     path = "data.mix.sources.others.sources.tiny.manifests"
-    more = "training.max_steps=3"
-    moved = [more, f"{path}={sources}/renamed.jsonl"]
+    moved = ["training.max_steps=3", f"{path}={sources}/renamed.jsonl"]
     assert run(configuration.load(TrainConfig, _written(config), moved)) == 0
     hotter = [*moved, "data.mix.sources.others.temperature=0.7"]
     with pytest.raises(ValueError, match=r"`data.mix.sources.others.temperature` must stay None"):

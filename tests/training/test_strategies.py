@@ -39,8 +39,7 @@ def test_padded_training_reports_its_padding(make_config, tmp_path, capsys, stra
     assert run(config) == 0
     visible = capsys.readouterr().err
     assert f"2 micro-batches a step, {strategy}, padded, each on average" in visible
-    tokenizer = find_tokenizer(config, None)
-    corpus = load_corpus(config, tokenizer, None)
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
     plan = Loader(corpus, config.data, seed=config.seed).plan(0)
     for step, line in enumerate(read_lines(tmp_path / "run" / "metrics.jsonl")[: plan.num_steps]):
         for name in ("frames", "tokens"):

@@ -230,8 +230,7 @@ def test_a_restart_with_a_mistake_leaves_the_earlier_run(make_config, tmp_path):
 
 def test_what_a_changed_schedule_does_to_the_rate_is_said(make_config, caplog):
     schedule = ScheduleConfig(name="cosine", warmup_steps=20)
-    config = make_config(training={"max_steps": 2}, schedule=schedule)
-    assert run(config) == 0
+    assert run(make_config(training={"max_steps": 2}, schedule=schedule)) == 0
     assert "schedule.warmup_steps=20, is longer than the run of 2 steps" in caplog.text
     schedule = ScheduleConfig(name="cosine", warmup_steps=0)
     assert run(make_config(training={"max_steps": 4}, schedule=schedule)) == 0

@@ -99,8 +99,7 @@ def test_another_model_takes_the_encoder(make_pretraining, make_config, tones, t
     assert used
     assert all(local[name].equal(pretrained[name]) for name in used)
     for stop in (1, None):
-        training = replace(config.training, stop_at=stop)
-        assert run(replace(config, training=training)) == 0
+        assert run(replace(config, training=replace(config.training, stop_at=stop))) == 0
     assert choose_method(
         checkpoint.load_model(checkpoint.resolve(tmp_path / "second")).model, "auto"
     )
@@ -208,8 +207,7 @@ def test_greedy_labels_in_rows_of_a_static_shape():
     assert texts_of(labelled) == [[3, 3, 4], [1, 2], [5, 6], [], [], []]
     assert not labelled.layout.known_on_host
     assert labelled.layout.max_seqlen_bound == 5
-    nothing = torch.zeros(6, dtype=torch.int64)
-    same, none = add_labels(text, best, says, frames, nothing)
+    same, none = add_labels(text, best, says, frames, torch.zeros(6, dtype=torch.int64))
     assert texts_of(same) == texts_of(text)
     assert not none.any()
 
@@ -244,8 +242,7 @@ def test_labels_train_as_transcripts_do(state):
     waves = audio(3)
     batch = batch_of(waves, [[4, 5], None, None], [0, 20, 20])
     (labelled,), added = made.teacher.label([batch], 0)
-    written = texts_of(labelled.text)
-    same = batch_of(waves, [[4, 5], *written[1:3]], [0, 0, 0])
+    same = batch_of(waves, [[4, 5], *texts_of(labelled.text)[1:3]], [0, 0, 0])
     assert same.num_monotonic_targets == batch.num_monotonic_targets + int(added)
     model.eval()
     item, other = model(labelled), model(same)
@@ -273,8 +270,7 @@ def test_labels_that_are_long_or_unsure_are_not_used(state):
     _, made = state
     batch = batch_of(audio(3), [[4, 5], None, None], [0, 1, 20])
     (labelled,), added = made.teacher.label([batch], 0)
-    lengths = labelled.text.layout.cu_seqlens.diff().tolist()
-    assert lengths[1] == 0
+    assert labelled.text.layout.cu_seqlens.diff().tolist()[1] == 0
     assert labelled.monotonic.tolist()[:3] == [True, False, True]
     assert made.teacher.line()["teacher_over_room"] == 0.5
     made.teacher._config = TeacherConfig(min_confidence=1.0)

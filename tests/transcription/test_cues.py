@@ -75,8 +75,7 @@ def test_error_messages(sizes, message) -> None:
 
 
 def test_cues_end_at_pauses_and_punctuation() -> None:
-    apart = evenly("a b c", pauses={1: 1.5})
-    assert texts(cues(of(apart))) == ["a b", "c"]
+    assert texts(cues(of(evenly("a b c", pauses={1: 1.5})))) == ["a b", "c"]
     sentences = (
         "We will meet in the office at nine in the morning. After that, I will take the train to "
         "the next town. Bring a coat."
@@ -126,8 +125,7 @@ def test_cues_have_the_spaces_of_the_text() -> None:
     assert cue == Cue(0.0, 2.1, ("你好ok ab 界",))
     assert GrowingFile("srt", "stream").add(segment).splitlines()[2] == "你好ok ab 界"
     # Words of another text are separated by spaces.
-    other = Segment(0.0, 3.0, "x", words=words[:2])
-    assert texts(cues(of(other))) == ["你 好"]
+    assert texts(cues(of(Segment(0.0, 3.0, "x", words=words[:2])))) == ["你 好"]
 
 
 def test_graphemes_and_widths() -> None:
@@ -142,8 +140,7 @@ def test_cues_never_overlap_and_end_with_the_audio() -> None:
     second = Segment(1.0, 1.0004, "b c", words=(Word("b", 1.0, 1.0), Word("c", 1.0, 1.0004)))
     result = cues(of(first, second))
     assert [(cue.start, cue.end) for cue in result] == [(0.2, 1.4), (1.4, 1.401)]
-    crowded = Segment(0.0, 0.05, TALK)
-    check(cues(of(crowded)), CueLayout(), 0.05)
+    check(cues(of(Segment(0.0, 0.05, TALK))), CueLayout(), 0.05)
     # Nobody reads for 25 s that somebody has said hello.
     assert [cue.end for cue in cues(of(Segment(0.0, 25.0, "hello")))] == [7.0]
 

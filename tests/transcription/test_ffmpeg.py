@@ -340,8 +340,7 @@ def test_channels_are_those_of_single_files(call, model, tokenizer) -> None:
     assert one.text == texts[1]
     assert one.as_row()["segments"][0]["channel"] == 1
     assert [row["text"] for row in whole.as_row()["channels"]] == texts
-    missing = transcribe(model, tokenizer, [source(call / "call.wav", channel=3)])
-    (failure,) = missing
+    (failure,) = transcribe(model, tokenizer, [source(call / "call.wav", channel=3)])
     assert failure.reason.endswith("channel 3 is wanted, but the file has 3.")
 
 

@@ -226,8 +226,7 @@ def test_texts_that_cannot_be_aligned(effasr, saved, tmp_path, noise, text, deta
     outcome = effasr("segment", saved, tmp_path / "talk.wav", tmp_path / "out")
     assert outcome.code == 2
     assert "no utterance is left" in outcome.err
-    rows = read_lines(tmp_path / "out" / "dropped.jsonl")
-    assert details in rows[0]["details"]
+    assert details in read_lines(tmp_path / "out" / "dropped.jsonl")[0]["details"]
 
 
 def test_a_folder_is_segmented_once_and_read_by_training(effasr, saved, tmp_path, noise) -> None:
@@ -241,8 +240,7 @@ def test_a_folder_is_segmented_once_and_read_by_training(effasr, saved, tmp_path
     arguments = "segment", saved, audio, out, "--min-score", "0"
     assert effasr(*arguments).code == 1
     files = {path.name: path.read_bytes() for path in out.iterdir()}
-    again = effasr(*arguments)
-    assert "r0: done before" in again.err
+    assert "r0: done before" in effasr(*arguments).err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
     rows = read_lines(out / "manifest.jsonl")
     assert [cut.supervisions[0].text for cut in read(out / "manifest.jsonl")] == [

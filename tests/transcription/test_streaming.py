@@ -64,9 +64,7 @@ def test_a_chunk_comes_as_soon_as_the_pause_is_long_enough() -> None:
 
 
 def test_nobody_waits_longer_than_the_latency() -> None:
-    audio = speech(-0.5, 25)
-    chunks = list(cut_stream(blocks_of(audio, 800), RATE, latency_seconds=4.0))
-    bounds = seconds(chunks)
+    bounds = seconds(list(cut_stream(blocks_of(speech(-0.5, 25), 800), RATE, latency_seconds=4.0)))
     assert (bounds[:, 1] - bounds[:, 0] <= 4.0).all()
     # Nothing is lost between them.
     assert (bounds[1:, 0] - bounds[:-1, 1] <= 0.3).all()
@@ -122,8 +120,7 @@ def test_refusals() -> None:
 
 
 def test_segments_are_those_of_the_chunks_alone(model, tokenizer) -> None:
-    audio = speech(-2, 2, -1, 3, -5)
-    blocks = blocks_of(audio, 1600)
+    blocks = blocks_of(speech(-2, 2, -1, 3, -5), 1600)
     config = DecodingConfig(method="ctc", words=True)
     recognizer = Recognizer(model, tokenizer, config)
     result = list(transcribe_stream(recognizer, blocks, Prompt()))

@@ -47,16 +47,14 @@ def _texts(model, tokenizer, sources, **options) -> list[str]:
 
 
 def test_results_come_in_order_however_they_are_batched(model, tokenizer, waveforms) -> None:
-    run = transcribe(model, tokenizer, waveforms)
-    results = list(run)
+    results = list(transcribe(model, tokenizer, waveforms))
     assert [result.id for result in results] == [waveform.id for waveform in waveforms]
     assert [result.duration for result in results] == pytest.approx(SECONDS, abs=1e-3)
     texts = [result.text for result in results]
     assert len(set(texts)) > 5, "the test needs different texts"
     for options in ({"frame_budget": 1}, {"frame_budget": 70}, {"max_sequences": 3}):
         assert _texts(model, tokenizer, waveforms, **options) == texts
-    backwards = _texts(model, tokenizer, waveforms[::-1])
-    assert backwards == texts[::-1]
+    assert _texts(model, tokenizer, waveforms[::-1]) == texts[::-1]
 
 
 def test_the_attention_of_the_encoder_by_choice(model, tokenizer, waveforms, monkeypatch) -> None:

@@ -29,8 +29,7 @@ def best_by_trial(scores: np.ndarray, text: Sequence[int]) -> float:
 @pytest.mark.parametrize("text", [[5], [5, 6], [5, 5], [5, 6, 5], [4, 4, 4]])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_path_is_the_likeliest(text, seed) -> None:
-    rng = np.random.default_rng(seed)
-    scores = np.log(rng.dirichlet(np.ones(len(text) + 1), size=6))
+    scores = np.log(np.random.default_rng(seed).dirichlet(np.ones(len(text) + 1), size=6))
     spans = viterbi(scores, text)
     assert spans is not None
     best = scores[:, 0].sum() + sum(
@@ -166,8 +165,7 @@ def test_without_words_segments_are_shown() -> None:
 def test_a_name_that_is_too_long_for_a_file_counts_as_missing(tmp_path) -> None:
     there, long = Source("a", "a", "a.wav"), Source("n" * 300, "n" * 300, "n.wav")
     (tmp_path / "a.txt").touch()
-    writer = ResultWriter("text", tmp_path, [there, long])
-    assert writer.missing([there, long]) == [long]
+    assert ResultWriter("text", tmp_path, [there, long]).missing([there, long]) == [long]
 
 
 @pytest.mark.parametrize(("style", "whole"), [("srt", srt), ("vtt", vtt), ("ctm", ctm)])

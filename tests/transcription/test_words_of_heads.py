@@ -24,8 +24,7 @@ def waveforms(noise) -> list[Waveform]:
 
 
 def without_ctc(model: ASRModel) -> ASRModel:
-    config = replace(model.config, ctc=False)
-    other = ASRModel(config, model.vocab_size).eval()
+    other = ASRModel(replace(model.config, ctc=False), model.vocab_size).eval()
     other.load_state_dict(model.state_dict(), strict=False)
     return other
 
@@ -106,8 +105,7 @@ def test_attention_that_follows_the_speech_is_followed(seed, frame_seconds) -> N
     heads = []
     for width in (1.5, 4.0):
         logits = -(((frames - centres[:, None]) / (width * lengths.max() / 8)) ** 2)
-        noise = torch.randn(logits.shape, generator=draw)
-        heads.append((logits + 0.3 * noise).softmax(-1))
+        heads.append((logits + 0.3 * torch.randn(logits.shape, generator=draw)).softmax(-1))
     spans = decoded._spans(torch.stack(heads).double(), frame_seconds)
     assert spans is not None
     begins = [int(first) for first in [0, *ends[:-1]]]
@@ -120,8 +118,7 @@ def test_heads_of_the_alignment(model) -> None:
     """Those that a Whisper names, or the upper half of the layers."""
     decoder = model.config.decoder
     assert decoded._heads(decoder) == ((1, 0), (1, 1))
-    named = replace(decoder, alignment_heads=((0, 1),))
-    assert decoded._heads(named) == ((0, 1),)
+    assert decoded._heads(replace(decoder, alignment_heads=((0, 1),))) == ((0, 1),)
 
 
 def test_weights_of_each_head() -> None:

@@ -40,8 +40,7 @@ def test_nemos_layout_joins_neighbouring_turns(tmp_path):
         {"from": "User", "value": "/b/a.wav", "type": "audio", "duration": 2.5},
         {"from": "Assistant", "value": "hello", "type": "text"},
     ]
-    path = write(tmp_path, {"id": "n", "conversations": turns})
-    (result,) = conversations(path)
+    (result,) = conversations(write(tmp_path, {"id": "n", "conversations": turns}))
     assert result.problem is None
     speech = AudioPart("/b/a.wav", None, 2.5)
     assert [m.parts for m in result.messages] == [("what is said?", " ", speech), ("hello",)]
@@ -76,8 +75,7 @@ WRONG = [
 @pytest.mark.parametrize(("reason", "row", "details"), WRONG)
 def test_wrong_conversations_are_read_with_their_problem(tmp_path, reason, row, details):
     good = ours(("user", "a"), ("assistant", "b"), name="good")
-    path = write(tmp_path, good, row, {**good, "id": "last"})
-    first, wrong, last = conversations(path)
+    first, wrong, last = conversations(write(tmp_path, good, row, {**good, "id": "last"}))
     assert first.problem is None
     assert last.problem is None
     assert wrong.problem.reason == reason

@@ -64,8 +64,7 @@ def problems(draw: st.DrawFn) -> tuple[UtteranceLengths, StaticShape, int]:
     pair = st.tuples(st.integers(0, shape.frame_budget), st.integers(0, shape.token_budget))
     frames, tokens = zip(*draw(st.lists(pair, min_size=1, max_size=50)), strict=True)
     most = max(1, *(f * u for f, u in zip(frames, tokens, strict=True)), 1)
-    nodes = draw(st.none() | st.integers(most, 4 * most))
-    shape = replace(shape, node_budget=nodes)
+    shape = replace(shape, node_budget=draw(st.none() | st.integers(most, 4 * most)))
     return lengths_of(list(frames), list(tokens)), shape, draw(st.integers(1, 5))
 
 

@@ -124,8 +124,7 @@ def test_the_trials_are_of_the_run(make_config, trials):
     (request, *_) = trials
     assert request.micro_batches == 2
     assert request.limit_bytes == int(0.9 * total_bytes(ALONE.device))
-    again = configuration.from_mapping(TrainConfig, request.config)
-    assert again == config
+    assert configuration.from_mapping(TrainConfig, request.config) == config
     assert request.vocab_size > 4
 
 
@@ -281,6 +280,5 @@ def test_how_a_process_may_end(request_of, monkeypatch, code, result):
 
 def test_a_trial_does_not_take_itself_for_a_rank(monkeypatch):
     local = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
-    environment = trial._environment(local)
-    assert environment.keys() == {"PATH", "PYTHONPATH"}
+    assert trial._environment(local).keys() == {"PATH", "PYTHONPATH"}
     assert replace(Measurement(fits=True), seconds=2.0, audio_seconds=6.0).speed == 3.0

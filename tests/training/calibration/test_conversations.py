@@ -90,8 +90,7 @@ def test_speech_is_divided_into_few_clips(frames, longest, stack):
 
 
 def test_batches_of_a_trial_have_one_shape_and_these_lengths(make):
-    population = population_of(make())
-    work = population.workload(300, batches=2)
+    work = population_of(make()).workload(300, batches=2)
     assert work.clips is not None
     written = [(0, rows) for frames, rows in work.timed[0] if not frames]
     assert written

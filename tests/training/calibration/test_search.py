@@ -67,8 +67,7 @@ def test_the_largest_that_fits(endless, machine, target):
     measure = machine(MEMORY, SPEED, target)
     result = search(endless, measure, target, objective="memory", margin=0.05).run()
     assert result.limited_by == "memory"
-    peak = result.replay.measured.peak_bytes
-    assert 0.93 * target < peak <= 0.951 * target
+    assert 0.93 * target < result.replay.measured.peak_bytes <= 0.951 * target
     assert abs(result.replay.error) < 0.01
     assert len(result.trials) <= 7
     assert result.frame_budget % 16 == 0

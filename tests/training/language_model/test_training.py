@@ -68,8 +68,7 @@ def test_a_checkpoint_is_whole_without_the_folder(folders, tmp_path):
 
 
 def test_adapters_and_frozen_weights(folders, tmp_path):
-    provided = config(folders, tmp_path, steps=2, lora=LORA)
-    assert run(provided) == 0
+    assert run(config(folders, tmp_path, steps=2, lora=LORA)) == 0
     before = load_file(f"{folders['llm']}/model.safetensors")
     after = weights(tmp_path, 2)
     name = "model.layers.0.self_attn.q_proj"
@@ -91,8 +90,7 @@ def test_an_encoder_is_joined_from_another_run(folders, tmp_path):
     language_model = load_file(f"{folders['llm']}/model.safetensors")
     # One step of 3e-3 from the weights of the folder.
     for name, value in language_model.items():
-        ours = joined[f"language_model.{name}"]
-        assert (ours - value).abs().max() < 4e-3, name
+        assert (joined[f"language_model.{name}"] - value).abs().max() < 4e-3, name
 
 
 def test_wrong_conversations_are_listed(folders, tmp_path):
