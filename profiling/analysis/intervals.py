@@ -82,8 +82,7 @@ def split(
     begins: np.ndarray, ends: np.ndarray, windows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     first = np.searchsorted(windows[:, 1], begins, side="right")
-    last = np.searchsorted(windows[:, 0], ends, side="left")
-    counts = np.maximum(last - first, 0)
+    counts = np.maximum(np.searchsorted(windows[:, 0], ends, side="left") - first, 0)
     item = np.repeat(np.arange(len(begins)), counts)
     offset = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts, counts)
     window = np.repeat(first, counts) + offset

@@ -215,10 +215,9 @@ class _Reader:
         pid = max(self.pids, key=lambda pid: self.pids[pid]) if self.pids else 0
         rank = head.get("distributedInfo", {}).get("rank")
         rank = rank if isinstance(rank, int) else rank_of(self.path)
-        process = Process(self.path.name, pid, rank, epoch)
         return Table(
             self.names.list,
-            [process],
+            [Process(self.path.name, pid, rank, epoch)],
             work,
             launches,
             ranges,
@@ -228,8 +227,7 @@ class _Reader:
         )
 
     def _add_work(self, event: dict[str, Any], kind: Kind) -> None:
-        arguments = event.get("args", {})
-        get = arguments.get
+        get = event.get("args", {}).get
         self.external.append(get("External id", get("external id", NONE)))
         self.work.append(
             (

@@ -66,8 +66,7 @@ def _name(path: Path) -> str:
 
 
 def _add_folder(subject: Subject, folder: Path) -> None:
-    paths = sorted({path for pattern in _TRACES for path in folder.rglob(pattern)})
-    for path in paths:
+    for path in sorted({path for pattern in _TRACES for path in folder.rglob(pattern)}):
         parts = set(path.relative_to(folder).parts)
         if parts & _NOT_TRACES or path.name.startswith("unfinished_"):
             continue

@@ -105,8 +105,7 @@ class Parser:
                 raise Unknown(f"{program.name}: the label {label} is nowhere")
             program.operands[at] = self._labels[label]
         branch, leave = (self._operations.specials[name] for name in ("bra", "ret"))
-        after = self._after(branch, leave)
-        for number, meeting in enumerate(meetings(after)):
+        for number, meeting in enumerate(meetings(self._after(branch, leave))):
             if program.code[number][0] == branch:
                 program.operands[program.code[number][3] + 1] = meeting
         return program

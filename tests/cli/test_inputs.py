@@ -84,8 +84,7 @@ def test_the_command_transcribes_audio_and_lists_on_stdin(effasr, workplace, mon
 
 
 def test_recordings_of_one_name_have_their_suffixes(tmp_path):
-    names = ["x.wav", "x.mp3", "y.wav"]
-    for name in names:
+    for name in ["x.wav", "x.mp3", "y.wav"]:
         (tmp_path / name).touch()
     unique = with_unique_names(find([str(tmp_path)]))
     assert [source.name for source in unique] == ["x.mp3", "x.wav", "y"]

@@ -59,9 +59,8 @@ def alone(model: ASRModel, said: Said, eos_id: int) -> Decoded:
 
 def _submit(engine: Engine, every: list[Said], first: int = 0) -> None:
     names = range(first, first + len(every))
-    encoded = pack([item.speech() for item in every])
     engine.submit(
-        encoded,
+        pack([item.speech() for item in every]),
         [Utterance(n, item.prompt, item.limit) for n, item in zip(names, every, strict=True)],
     )
 

@@ -122,8 +122,7 @@ def test_scores_and_greedy_search_of_a_transducer_are_nemos(model, imported, exp
     for number, (frame, label) in enumerate(zip(frames, parts(predicted, rows), strict=True)):
         scores = head.logits(frame[:, None], label[None])
         assert_same(scores, expected[f"joint_{number}"], f"scores of {number}")
-    result = transducer_greedy(head, encoded, max_symbols=10)
-    for number, tokens in enumerate(result):
+    for number, tokens in enumerate(transducer_greedy(head, encoded, max_symbols=10)):
         assert list(tokens) == expected[f"greedy_{number}"].tolist()
         if imported.tokenizer.is_unified:
             assert imported.tokenizer.decode(tokens) == expected[f"text_{number}"]

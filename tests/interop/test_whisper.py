@@ -359,8 +359,7 @@ def test_the_padded_model_is_the_packed_one(whisper_checkpoint, prompt):
     batch = packed(model, examples, static=False)
     encoded, mel = model.encode(batch), model.features(batch.audio, batch.frames)
     features = torch.randn(len(examples), int(mel.lengths.max()), 80)
-    slots = mel.values.split(mel.lengths.tolist())
-    for row, rows in zip(features, slots, strict=True):
+    for row, rows in zip(features, mel.values.split(mel.lengths.tolist()), strict=True):
         row[: len(rows)] = rows
     states, lengths, keys, values = PaddedEncoder(model)(features, mel.lengths)
     assert lengths.tolist() == list(encoded.layout.lengths)

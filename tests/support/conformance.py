@@ -162,8 +162,7 @@ def check_neighbours(case: Case, base: Variation = _PLAIN) -> None:
         return
     plain = evaluate(case, base)
     for n in range(case.sequences):
-        outcome = evaluate(case, replace(base, poisoned=n))
-        for name, pieces in outcome.rows.items():
+        for name, pieces in evaluate(case, replace(base, poisoned=n)).rows.items():
             for other, expected in enumerate(plain.rows[name]):
                 if other != n:
                     _assert_close(f"{name} of {other} beside {n}", pieces[other], expected)

@@ -290,10 +290,9 @@ def test_a_stream_whose_rate_changes(real) -> None:
 def test_tracks_and_videos_without_sound(real) -> None:
     soundfile.write("a.wav", sweep(1.0), RATE)
     soundfile.write("b.wav", sweep(2.0), RATE)
-    video = ["-f", "lavfi", "-i", "testsrc=size=64x64:duration=1:rate=25"]
     for name, inputs in {
         "two.mkv": ["-i", "a.wav", "-i", "b.wav", "-map", "0", "-map", "1"],
-        "none.mp4": video,
+        "none.mp4": ["-f", "lavfi", "-i", "testsrc=size=64x64:duration=1:rate=25"],
     }.items():
         command = ["ffmpeg", "-v", "error", *inputs, name]
         subprocess.run(command, check=True, capture_output=True)

@@ -38,8 +38,7 @@ def text_of(rows, tokenizer, *, written):
 def test_the_assistants_turns_are_written(tokenizer):
     rows = conversation_rows(TALK, tokenizer)
     assert text_of(rows, tokenizer, written=True) == "hello world<|im_end|>the cat<|im_end|>"
-    provided = text_of(rows, tokenizer, written=False)
-    assert provided == (
+    assert text_of(rows, tokenizer, written=False) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nlisten: what?<|im_end|>\n"
         "<|im_start|>assistant\n\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -161,9 +161,8 @@ def test_a_lack_of_memory_lowers_both_budgets(make, trials):
     population = replace(population_of(config), total_frames=10**8)
     result = []
     for target in (260_000_000, 180_000_000):
-        settings = replace(config.calibration, objective="memory")
         selected = module.calibrate(
-            replace(config, calibration=settings),
+            replace(config, calibration=replace(config.calibration, objective="memory")),
             tokenizer.vocab_size,
             population,
             ALONE.device,

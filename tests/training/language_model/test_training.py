@@ -87,9 +87,8 @@ def test_an_encoder_is_joined_from_another_run(folders, tmp_path):
     joined = weights(tmp_path / "b", 1)
     for name, value in asr.encoder.state_dict().items():
         assert torch.equal(joined[f"encoder.{name}"], value), name
-    language_model = load_file(f"{folders['llm']}/model.safetensors")
     # One step of 3e-3 from the weights of the folder.
-    for name, value in language_model.items():
+    for name, value in load_file(f"{folders['llm']}/model.safetensors").items():
         assert (joined[f"language_model.{name}"] - value).abs().max() < 4e-3, name
 
 
