@@ -257,8 +257,7 @@ def _describe(survey: "Survey", framing: "Framing", impossible: int, *, has_ctc:
     from effasr.data.features.frame_geometry import Framing
     from effasr.data.statistics import guidance
 
-    letters = guidance.describe_letters(survey.characters, len(survey.speakers))
-    print_folded(letters)
+    print_folded(guidance.describe_letters(survey.characters, len(survey.speakers)))
     ratios = survey.counted(framing, excluded=impossible)
     if not has_ctc or ratios is None:
         return

@@ -137,7 +137,6 @@ def run(options: argparse.Namespace) -> int:
         if chosen:
             choice = choose_vocabulary(survey, subsampling=subsampling, model_type=kind)
             sizes, subsampling = choice.sizes, choice.subsampling
-        unspoken = sorted(spoken - texts.keys())
         tokenizer = train_tokenizer(
             texts,
             options.out,
@@ -146,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
             normalization=options.normalization,
             coverage=options.coverage,
             byte_fallback=options.byte_fallback,
-            sources=unspoken,
+            sources=sorted(spoken - texts.keys()),
             shared=options.shared,
             subsampling=subsampling,
             extend=extend,

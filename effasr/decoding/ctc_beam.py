@@ -284,8 +284,7 @@ class Prefixes(Batched):
         grown = grown.masked_fill(exists, _NONE)
         lm = self.lm[..., None].expand_as(grown)
         if fusion is not None:
-            candidates = symbols[:, None].expand(-1, beam, -1)
-            lm = lm + fusion.scores(self, candidates)[..., :-1]
+            lm = lm + fusion.scores(self, symbols[:, None].expand(-1, beam, -1))[..., :-1]
         acoustic = torch.cat([torch.logaddexp(blank, label), grown.flatten(1)], 1)
         lm = torch.cat([self.lm, lm.flatten(1)], 1)
         chosen = (acoustic + lm).topk(beam).indices

@@ -56,8 +56,7 @@ class GreedyTransducer:
 
     def start(self, search: int) -> None:
         predicted, state = self._head.begin(1)
-        index = torch.tensor([search], device=predicted.device)
-        self._put(index, predicted, state)
+        self._put(torch.tensor([search], device=predicted.device), predicted, state)
         self._phrases[search] = 0
         if self._skipped is not None:
             self._skipped[search] = 0

@@ -189,8 +189,7 @@ class BestRQ(nn.Module):
 
     @torch.no_grad()
     def _count(self, codes: Tensor, layout: PackedLayout) -> None:
-        real = layout.mask().long()
-        self.code_counts.scatter_add_(1, codes, real.expand_as(codes))
+        self.code_counts.scatter_add_(1, codes, layout.mask().long().expand_as(codes))
 
 
 def draw_spans(layout: PackedLayout, span: int, begins: float) -> Tensor:

@@ -246,8 +246,7 @@ def subsampled(
     The other rows are zeros after every layer. Also returns the ends of the results.
     """
     x = _zero_outside(x[:, None], begin, end)
-    stages = [(module.conv, None), *module.stages()]
-    for depthwise, pointwise in stages:
+    for depthwise, pointwise in [(module.conv, None), *module.stages()]:
         if causal:
             size = end - begin
             x = F.pad(x, (2, 1, 2, 1))

@@ -336,8 +336,7 @@ def build_lamb(
     if config.implementation == "apex" and reason is not None:
         raise ValueError(f"`implementation` must not be 'apex' here: {reason}. Use 'auto'.")
     if config.implementation != "torch" and reason is None:
-        optimizers = importlib.import_module("apex.optimizers")
-        return optimizers.FusedLAMB(
+        return importlib.import_module("apex.optimizers").FusedLAMB(
             list(groups), bias_correction=False, max_grad_norm=math.inf, **settings
         )
     return Lamb(groups, settings)

@@ -183,8 +183,7 @@ class AdaScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = self._state.new_tensor(state["averages"])
         self.progress = state["progress"]
-        values = self._state.new_tensor([1.0, state["averages"][3], 1.0])
-        self._reading = self._copy(values)
+        self._reading = self._copy(self._state.new_tensor([1.0, state["averages"][3], 1.0]))
 
     def begin_at(self, step: int) -> None:
         """Count the steps of a run without AdaScale as reference steps."""

@@ -32,9 +32,8 @@ class LossScale:
             torch._foreach_div_(gradients, self.scale)  # pyright: ignore[reportPrivateImportUsage]
 
     def update(self, finite: Tensor) -> None:
-        infinite = (~finite).float()
         torch._amp_update_scale_(  # pyright: ignore[reportPrivateImportUsage]
-            self.scale, self._good, infinite, _GROWTH, _BACKOFF, self._interval
+            self.scale, self._good, (~finite).float(), _GROWTH, _BACKOFF, self._interval
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -125,8 +125,7 @@ class Muon(torch.optim.AdamW):
         rank, size = self._share.rank, self._share.size
         owners = _owners([tuple(x.shape) for x in matrices], size)
         results: dict[int, Tensor] = {}
-        shapes = dict.fromkeys(tuple(x.shape) for x in matrices)
-        for shape in shapes:
+        for shape in dict.fromkeys(tuple(x.shape) for x in matrices):
             numbers = [n for n in owners[rank] if tuple(matrices[n].shape) == shape]
             if numbers:
                 stack = torch.stack([matrices[n] for n in numbers])
@@ -141,8 +140,7 @@ class Muon(torch.optim.AdamW):
             sent[: len(local)] = local
         for numbers, elements in zip(owners, self._share.gather(sent).split(most), strict=True):
             sizes = [matrices[n].numel() for n in numbers]
-            pieces = elements[: sum(sizes)].split(sizes)
-            for n, piece in zip(numbers, pieces, strict=True):
+            for n, piece in zip(numbers, elements[: sum(sizes)].split(sizes), strict=True):
                 results[n] = piece.view(matrices[n].shape)
         return [results[n] for n in range(len(matrices))]
 

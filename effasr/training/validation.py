@@ -135,8 +135,7 @@ class Validator:
         results = {}
         for name, members in self._sets.items():
             work = partial(self._evaluate, name, members, window)
-            parts = stop.gather(self._context, work)
-            evaluations, probes = zip(*parts, strict=True)
+            evaluations, probes = zip(*stop.gather(self._context, work), strict=True)
             results[name] = SetResult(merge(evaluations), reduce(add, probes))
         return results
 

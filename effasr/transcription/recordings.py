@@ -132,11 +132,10 @@ class OpenRecording:
         segments = tuple(segment for piece in self.pieces for segment in piece.as_segments())
         prompt = self.request.prompt
         space = "" if prompt.target in WITHOUT_SPACES else " "
-        text = space.join(segment.text for segment in segments if segment.text)
         return Transcription(
             self.request.id,
             self.duration,
-            text,
+            space.join(segment.text for segment in segments if segment.text),
             segments,
             space,
             prompt,

@@ -146,8 +146,7 @@ class _StreamCutter:
 
     def _speech(self) -> np.ndarray:
         """Return the hops of the held audio that may be speech, int64, ascending."""
-        levels = loudness(self.held, self._rate)
-        all_levels = np.concatenate([self._past, levels])
+        all_levels = np.concatenate([self._past, loudness(self.held, self._rate)])
         if not len(all_levels):
             return np.zeros(0, np.int64)
         # Speech varies in loudness: a steady sound counts as background, however loud it is.

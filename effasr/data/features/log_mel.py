@@ -385,8 +385,7 @@ def log_bands(power: Tensor) -> Tensor:
 
 def compressed(values: Tensor, frames: PackedLayout, rows: int) -> Tensor:
     """Raise values far below the maximum of an utterance, and scale all to about -1 to 1."""
-    loudest = values.view(frames.rows, -1).amax(1)
-    floor = segment_max(loudest, frames) - _RANGE
+    floor = segment_max(values.view(frames.rows, -1).amax(1), frames) - _RANGE
     floor = torch.nn.functional.pad(floor, (0, 1))[frames.sequence_ids()]
     floor = floor.repeat_interleave(rows, 0)[:, None]
     return torch.maximum(values, floor).add_(4.0).div_(4.0)

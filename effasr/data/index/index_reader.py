@@ -66,9 +66,8 @@ class _Indexer:
 
     @property
     def options(self) -> ReadOptions:
-        default = Prompt(self.language, self.language)
         return ReadOptions(
-            default,
+            Prompt(self.language, self.language),
             untranscribed=self.limits.text != "required",
             text_column=self.limits.text_column,
         )

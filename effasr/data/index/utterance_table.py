@@ -56,12 +56,11 @@ class UtteranceTable:
             return name, audio_of(self.audio[row])
 
         # Tokens of times are no text, of which each second has about as much.
-        times = self.times.lengths[self.rows].astype(np.int32)
         return UtteranceColumns(
             self.durations,
             self.frames,
             self.token_lengths,
-            self.prompt_lengths + times,
+            self.prompt_lengths + self.times.lengths[self.rows].astype(np.int32),
             self.sources,
             lambda: number_languages(self.prompts)[self.prompt_ids],
             identify,

@@ -115,8 +115,7 @@ class Ends:
 
     def carried(self, epoch: int) -> np.ndarray:
         """Return D(e), the utterances that an epoch leaves to the next: int64, ascending."""
-        total = self._totals[self._scarce]
-        amount = (epoch + 1) * total % self._step
+        amount = (epoch + 1) * self._totals[self._scarce] % self._step
         if epoch < 0 or not amount:
             return np.arange(0)
         seed = self._seed + _CARRY

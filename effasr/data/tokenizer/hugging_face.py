@@ -141,8 +141,7 @@ class CanaryTokenizer(HuggingFaceTokenizer):
 
     def prompt(self, prompt: Prompt) -> list[int]:
         languages = [f"<|{name}|>" for name in self.prompt_languages(prompt)]
-        pnc = _PUNCTUATION[prompt.punctuation]
-        names = (*self._head, *languages, pnc, *_PROMPT_TAIL)
+        names = (*self._head, *languages, _PUNCTUATION[prompt.punctuation], *_PROMPT_TAIL)
         return [self._vocabulary[name] for name in names]
 
 

@@ -129,8 +129,7 @@ class NeuralLM:
             for layer, (keys, values) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
                 past.update(keys, values, layer)
         ids = self._ids([text[cached_length:] for text in texts])
-        output = _read_on(self._model, ids, past)
-        self._remember([text[1:] for text in texts], output)
+        self._remember([text[1:] for text in texts], _read_on(self._model, ids, past))
         if len(texts[0]) == self.order:
             # The next context loses its first token, which changes all positions.
             return

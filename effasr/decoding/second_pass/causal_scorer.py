@@ -98,9 +98,8 @@ class CausalScorer:
         for ids, scored in rows:
             skipped = len(ids) - 1 - scored
             targets += [*[_UNSCORED] * skipped, *ids[skipped + 1 :], _UNSCORED]
-        hidden = self.model(self.model.embed_tokens(self._tensor(flat)), layout)
         losses = linear_cross_entropy(
-            hidden,
+            self.model(self.model.embed_tokens(self._tensor(flat)), layout),
             self.model.output_weight,
             self._tensor(targets),
             bias=self.model.output_bias,

@@ -150,8 +150,7 @@ def _whisper(encoder: WhisperEncoder, x: Tensor, lengths: Tensor) -> tuple[Tenso
     # If the number of rows is odd, the last row is followed by zeros, as at every end.
     x = F.gelu(stem.conv1(x.mT)) * _mask(lengths, x.shape[1])[:, None]
     x, lengths = F.gelu(stem.conv2(x)).mT, (lengths + 1) // 2
-    places = torch.arange(x.shape[1], device=x.device)
-    x = x + encoder.places(places)
+    x = x + encoder.places(torch.arange(x.shape[1], device=x.device))
     real = _mask(lengths, x.shape[1])
     for module in encoder.layers:
         layer = cast(TransformerLayer, module)

@@ -72,8 +72,7 @@ def check_sizes(config: Any, path: Path) -> None:
     for names in _MATRICES:
         sizes = [getattr(config, name, None) for name in names]
         # Some families have a size for each layer, or none.
-        values = math.prod(size for size in sizes if isinstance(size, int))
-        if values > most:
+        if math.prod(size for size in sizes if isinstance(size, int)) > most:
             fields = ", ".join(f"`{name}` {size}" for name, size in zip(names, sizes, strict=True))
             raise ValueError(
                 f"{path}: must have the sizes of the weights beside it, which have {most} bytes, "

@@ -170,8 +170,7 @@ class FlashAttention:
 
     def _find(self) -> Callable[..., Any] | str:
         # Positions of arguments differ between versions, so they are passed by name.
-        name = "flash_attn_varlen_func"
-        return find(self.module, name, self.package, PARAMETERS)
+        return find(self.module, "flash_attn_varlen_func", self.package, PARAMETERS)
 
 
 def _inference_on_hopper(a: AttentionArguments) -> str | None:
