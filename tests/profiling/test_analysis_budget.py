@@ -271,14 +271,6 @@ def made(found: list[tuple[int, int]]) -> np.ndarray:
     return intervals.union(begins, begins + np.array([n for _, n in found], np.int64))
 
 
-def listed(found: np.ndarray) -> set[int]:
-    return {time for begin, end in found.tolist() for time in range(begin, end)}
-
-
-def is_a_set(found: np.ndarray) -> bool:
-    return found.dtype == np.int64 and bool((np.diff(found.ravel()) > 0).all())
-
-
 @given(spans, spans)
 def test_sets_are_those_of_their_moments(one: list, other: list) -> None:
     a, b = made(one), made(other)
@@ -289,8 +281,9 @@ def test_sets_are_those_of_their_moments(one: list, other: list) -> None:
         (intervals.join(a, b), moments(one) | moments(other)),
         (intervals.clip(a, -5, 20), moments(one) & set(range(-5, 20))),
     ):
-        assert is_a_set(result)
-        assert listed(result) == expected
+        assert result.dtype == np.int64
+        assert (np.diff(result.ravel()) > 0).all()
+        assert {time for begin, end in result.tolist() for time in range(begin, end)} == expected
         assert intervals.measure(result) == len(expected)
 
 

@@ -45,10 +45,6 @@ def _without_tail(x: PackedSequence) -> Tensor:
     return x.values[: x.layout.total]
 
 
-def _with_tail(y: Tensor, layout: PackedLayout) -> Tensor:
-    return F.pad(y, (0, 0, 0, layout.rows - layout.total))
-
-
 def labels_for(length: int, classes: int, blank_id: int) -> Tensor:
     labels = torch.randint(classes - 1, (length,))
     return labels + (labels >= blank_id)
@@ -68,7 +64,7 @@ def rms_norm(lengths, width=12, *, offset=0, frozen=False, wide=False):
         y = effasr_kernels.rms_norm(
             _without_tail(x), used, eps=1e-5, offset=offset, backend=backend
         )
-        return _with_tail(y, x.layout)
+        return F.pad(y, (0, 0, 0, x.layout.rows - x.layout.total))
 
     return _case(
         run,
@@ -85,7 +81,7 @@ def gated_activation(lengths: Lengths, width: int = 12, *, activation: str = "si
         gate, up = packed["gate"], packed["up"]
         rows = _without_tail(gate), _without_tail(up)
         y = effasr_kernels.gated_activation(*rows, activation=activation, backend=backend)
-        return _with_tail(y, gate.layout)
+        return F.pad(y, (0, 0, 0, gate.layout.rows - gate.layout.total))
 
     packed = {"gate": [3 * x for x in _rows(lengths, width)], "up": _rows(lengths, width)}
     return _case(run, packed, results=("gate",))
