@@ -129,7 +129,9 @@ class Recognizer:
             if adapters.number_of(prompt) == len(languages):
                 _warn_without_adapter(prompt.source, languages)
         if self._is_to_be_heard(prompt):
-            prompt = prompt.stating(self._possible_languages()[0])
+            # All are checked: each may be heard, and be the language that is written, or another.
+            first, *_ = [self.prompt(prompt.stating(x)) for x in self._possible_languages()]
+            return first
         if (experts := self.model.config.numbering()) is not None:
             experts.number_of(prompt)
         check_prompt(prompt, self.method, self.config)
