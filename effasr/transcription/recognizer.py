@@ -535,7 +535,8 @@ class Recognizer:
         if self.model.config.ctc and piece.recording.request.prompt.monotonic:
             yield replace(plain, method="ctc")
         elif reason == "low_likelihood":
-            heated = replace(plain, method="attention", timestamps=config.timestamps)
+            fused = {"lm": config.lm, "lm_unit": config.lm_unit, "lm_weight": config.lm_weight}
+            heated = replace(plain, method="attention", timestamps=config.timestamps, **fused)
             for heat in _FALLBACK_TEMPERATURES:
                 yield replace(heated, temperature=heat)
         elif config.no_repeat_ngram is None:
