@@ -33,7 +33,7 @@ from effasr.data.index.base_corpus import nothing_left
 from effasr.data.index.selection import Selection, Selector, UtteranceColumns
 from effasr.data.index.utterance_table import number_languages
 from effasr.data.manifest import cuts, nemo
-from effasr.data.manifest.cuts import prompt_of, prompt_values
+from effasr.data.manifest.cuts import check_supervisions, prompt_of, prompt_values
 from effasr.data.manifest.lines import numbered_lines
 from effasr.data.manifest.reader import file_of_lines, named
 from effasr.data.manifest.row import ManifestRow, spaced
@@ -329,12 +329,9 @@ def _num_tokens(row: ManifestRow) -> int | None:
 def _supervised(row: ManifestRow) -> ManifestRow:
     """Return the fields of a lhotse cut's only supervision under the names of NeMo's manifests."""
     supervisions = row.values["supervisions"]
-    count = len(supervisions) if isinstance(supervisions, list) else 0
-    if count != 1 or not isinstance(supervisions[0], dict):
-        raise row.error(
-            f"a cut must have one supervision, but has {count}: use `cuts.trim_to_supervisions()`.",
-            "supervisions",
-        )
+    check_supervisions(row, "a cut", supervisions)
+    if not isinstance(supervisions[0], dict):
+        raise row.error("a supervision must be an object.", "supervisions")
     supervision, custom = supervisions[0], row.values.get("custom")
     spoken = replace(row, values=supervision).optional_string("language")
     fields = prompt_values(custom if isinstance(custom, dict) else None, spoken)

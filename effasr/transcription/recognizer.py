@@ -129,7 +129,9 @@ class Recognizer:
             if adapters.number_of(prompt) == len(languages):
                 _warn_without_adapter(prompt.source, languages)
         if self._is_to_be_heard(prompt):
-            prompt = prompt.stating(self._possible_languages()[0])
+            # All are checked: each may be heard, and be the language that is written, or another.
+            first, *_ = [self.prompt(prompt.stating(x)) for x in self._possible_languages()]
+            return first
         if (experts := self.model.config.numbering()) is not None:
             experts.number_of(prompt)
         check_prompt(prompt, self.method, self.config)
@@ -533,7 +535,8 @@ class Recognizer:
         if self.model.config.ctc and piece.recording.request.prompt.monotonic:
             yield replace(plain, method="ctc")
         elif reason == "low_likelihood":
-            heated = replace(plain, method="attention", timestamps=config.timestamps)
+            fused = {"lm": config.lm, "lm_unit": config.lm_unit, "lm_weight": config.lm_weight}
+            heated = replace(plain, method="attention", timestamps=config.timestamps, **fused)
             for heat in _FALLBACK_TEMPERATURES:
                 yield replace(heated, temperature=heat)
         elif config.no_repeat_ngram is None:

@@ -583,6 +583,12 @@ SOURCES: dict[str, tuple[dict[str, str | bytes], list[str], list[str]]] = {
     "white space": (
         {"metadata.csv": 'path,text\ntalk.wav,"a\tb\n c"\ntalk.wav,bon\u202fjour\u00a0!\n'},
         ["a b c", "bon jour !"], []),
+    "missing texts": (
+        {"metadata.csv": "path,sentence,text\ntalk.wav,a,nan\ntalk.wav,NaN,\ntalk.wav,,None\n"
+         "talk.wav,NULL,<NA>\ntalk.wav,nan bread,\ntalk.wav,Nan,\n"},
+        ["a", "nan bread", "Nan"], ["the text is empty"] * 3),
+    "a word in JSON": (
+        {"metadata.jsonl": '{"file_name": "talk.wav", "text": "nan"}\n'}, ["nan"], []),
     "marks of cues": (
         {"talk.vtt": "WEBVTT\n\n00:00.000 --> 00:01.000\n<v Al>1 &lt; 2 &amp; <00:00.5><c>R&D</c>\n"
          "\n00:01.000 --> 00:02.000\n{\\an8}if a < b and c > d\n \n&#39;tis &foo;\n"},

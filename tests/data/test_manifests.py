@@ -39,6 +39,10 @@ def line(tmp_path):
         ({"lang": "de"}, Prompt("de", "de", "transcribe", True)),
         ({"source_lang": "de", "target_lang": "en"}, DE_EN),
         ({"source_lang": "de", "lang": "en"}, DE_EN),
+        ({"src_lang": "de", "tgt_lang": "en"}, DE_EN),
+        ({"src_lang": "de", "language_id": "en", "target_lang": None}, DE_EN),
+        ({"language_id": "de", "tgt_lang": "en", "src_lang": ""}, DE_EN),
+        ({"source_lang": "de", "src_lang": "fr", "target_lang": "en", "tgt_lang": "de"}, DE_EN),
         ({"lang": "de", "target_lang": "en", "task": "ast"}, DE_EN),
         ({"lang": "de", "taskname": "s2t_translation", "target_lang": "en"}, DE_EN),
         ({"task": "ASR", "pnc": "nopnc"}, Prompt("en", "en", "transcribe", False)),
@@ -49,7 +53,7 @@ def line(tmp_path):
 def test_prompt_fields(line, fields, expected):
     (cut,) = read(line(**fields))
     assert prompt_of(cut) == expected
-    if "lang" not in fields and "source_lang" not in fields:
+    if fields.keys() <= {"task", "pnc"}:
         assert prompt_of(read(line(**fields), language="fr")[0]).source == "fr"
 
 
@@ -200,7 +204,7 @@ def test_cuts_that_cannot_be_used_are_refused(line, tmp_path):
         with pytest.raises(ValueError, match=rf"cuts\.jsonl:1: .*{message}"):
             read(path)
 
-    refused("must have one supervision, but has 0", cut.drop_supervisions())
+    refused("one supervision, but has 0: it has no text, which `eff", cut.drop_supervisions())
     refused("must be a MonoCut or a MultiCut, but is a MixedCut", cut.pad(duration=2.0))
     silent = read(line())[0]
     silent.supervisions[0].text = None

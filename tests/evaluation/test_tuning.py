@@ -9,10 +9,13 @@ import pytest
 
 from effasr.cli.main import build_parser
 from effasr.cli.options import decoding_config
+from effasr.data.prompt import Prompt
 from effasr.decoding.config import DecodingConfig
 from effasr.decoding.hypothesis import ScoreParts
+from effasr.evaluation.evaluate import evaluate, openable_cuts
 from effasr.evaluation.translation import TranslationCounts, count_ngrams
 from effasr.evaluation.tuning.decoding_file import write_decoding
+from effasr.evaluation.tuning.tune import tune
 from effasr.evaluation.tuning.weights import GRIDS, NBestLists, Weights, best_weights, tunable
 from effasr.evaluation.wer import count_errors
 from effasr.transcription.results import Alternative, Correction, Segment, Transcription
@@ -118,6 +121,20 @@ def test_what_the_weights_do_not_explain_is_kept():
     start = replace(start, length_penalty=0.0)
     lists = NBestLists([("a", message)], JOINT, start, [count_errors])
     assert lists.choices(start).tolist() == [0]
+
+
+def test_texts_of_a_fallback_stay_whatever_the_weights(model, tokenizer, noise, tmp_path):
+    """Where the search is stopped, greedy CTC has written them, without parts of a score."""
+    manifest = write_set(tmp_path, [noise(0.8, seed=1), noise(1.3, seed=2)], ["one two"] * 2)
+    cuts, _, _ = openable_cuts(manifest, prompt=Prompt())
+    config = DecodingConfig(beam=4, ctc_weight=0.5, tokens_per_frame=0.2, extra_tokens=2)
+    listed = replace(config, nbest=4)
+    alternatives = [
+        x.alternatives for x in evaluate(model, tokenizer, cuts, config=listed).utterances
+    ]
+    assert list(map(len, alternatives)) == [1, 1]
+    tuned = tune(model, tokenizer, cuts, config)
+    assert (tuned.before, tuned.changed) == (tuned.oracle, False)
 
 
 def test_only_weights_with_an_effect_are_tuned(model, tdt_model):

@@ -123,7 +123,7 @@ def test_audio_is_opened_only_for_lines_without_a_duration(tmp_path, write):
         ({"duration": 1, "num_tokens": 2.5}, "`num_tokens` must be an integer from 0 on"),
         ({"duration": 1, "num_tokens": False}, "`num_tokens` must be an integer from 0 on"),
         ({"duration": 1, "supervisions": []}, "a cut must have one supervision, but has 0"),
-        ({"duration": 1, "supervisions": [7]}, "a cut must have one supervision"),
+        ({"duration": 1, "supervisions": [7]}, "a supervision must be an object"),
         ({"duration": 1, "supervisions": [{}, {}]}, "a cut must have one supervision, but has 2"),
     ],
 )

@@ -49,6 +49,18 @@ def test_a_translation_stays_one_into_another_language(model, tokenizer, waves):
         assert result.prompt.target == "en"
 
 
+@pytest.mark.parametrize("options", [{"words": True}, {"ctc_weight": 0.3}])
+def test_what_a_translation_lacks_is_refused_at_once_whatever_is_heard(
+    model, tokenizer, waves, options
+):
+    for target in tokenizer.sources:
+        with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be .* a translation"):
+            transcribe(
+                model, tokenizer, waves, prompt=Prompt("auto", target, "translate"),
+                config=DecodingConfig(**options),
+            )  # fmt: skip
+
+
 def test_a_method_without_prompts_needs_the_language(model, tokenizer, waves):
     with pytest.raises(ValueError, match="`language` must be named for the method ctc"):
         transcribe(model, tokenizer, waves, prompt=AUTO, config=DecodingConfig(method="ctc"))

@@ -318,7 +318,7 @@ def test_what_repeats_itself_is_decoded_again(model, tokenizer, waveforms) -> No
     )
 
 
-def test_what_is_unlikely_is_decoded_again(model, tokenizer, noise, monkeypatch) -> None:
+def test_what_is_unlikely_is_decoded_again(model, tokenizer, noise, tmp_path, monkeypatch) -> None:
     """By CTC, and translations, which it cannot write, by temperatures; if that is not unlikely."""
     sources = [Waveform(str(seed), noise(0.5, seed=seed), RATE) for seed in range(8)]
 
@@ -345,12 +345,13 @@ def test_what_is_unlikely_is_decoded_again(model, tokenizer, noise, monkeypatch)
         assert segment.text == (before if reason is None else other).text
         kinds.add((reason, before.confidence < least))
     assert kinds >= {("low_likelihood", True), (None, True), (None, False)}
-    temperatures = []
+    temperatures, weights = [], []
 
     def draw(*arguments):
         temperature = arguments[4].temperature
         if not temperature:
             return decode(*arguments)
+        weights.append(arguments[4].effective_lm_weight)
         temperatures.append(temperature)
         return [Decoded((5, 6), score=Score(-0.1 if temperature > 0.5 else -9.0, 1))]
 
@@ -359,6 +360,17 @@ def test_what_is_unlikely_is_decoded_again(model, tokenizer, noise, monkeypatch)
     replaced = [segment for segment in drawn if segment.fallback == "low_likelihood"]
     assert {segment.text for segment in replaced} == {tokenizer.decode([5, 6]).strip()}
     assert temperatures == [0.2, 0.4, 0.6] * len(replaced)
+    # A language model keeps its weight.
+    lines = ["\\data\\", "ngram 1=2", "\\1-grams:", "-9\t<unk>", "-1\t</s>", "\\end\\"]
+    (tmp_path / "lm.arpa").write_text("\n".join(lines) + "\n")
+    weights.clear()
+    segments(
+        Prompt("de", "en", "translate"),
+        fallback_confidence=0.6,
+        lm=tmp_path / "lm.arpa",
+        lm_weight=0.9,
+    )
+    assert set(weights) == {0.9}
 
 
 def _texts_of(model, tokenizer, waveforms, prompt, config) -> list[str]:

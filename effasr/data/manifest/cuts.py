@@ -32,6 +32,8 @@ _NO_FILE = Path()
 # Seconds by which a supervision may be shorter or longer than its cut: rounded times.
 _SPAN_TOLERANCE = 0.1 + 1e-6
 
+_TRIM = "use `cuts.trim_to_supervisions(keep_overlapping=False)`, before any `cut_into_windows`."
+
 _SOURCE_TYPES = ("file", "memory", "shar")
 _SUSPECT = re.compile(r"command|url|sph|opus|\\u", re.IGNORECASE)
 """A line without these, as most lines are, needs no closer look at its audio sources."""
@@ -76,8 +78,7 @@ def _spoken(cut: Cut, row: ManifestRow) -> Cut:
     if max(before, behind) > _SPAN_TOLERANCE:
         raise row.error(
             f"cut {cut.id!r} has only a part of what its supervision says: "
-            f"{max(before, 0) + max(behind, 0):.3f} s of {duration:.3f} s lie outside: use "
-            "`cuts.trim_to_supervisions()`.",
+            f"{max(before, 0) + max(behind, 0):.3f} s of {duration:.3f} s lie outside: {_TRIM}",
             "supervisions",
         )
     if max(-before, -behind) <= _SPAN_TOLERANCE:
@@ -87,6 +88,16 @@ def _spoken(cut: Cut, row: ManifestRow) -> Cut:
 
 
 FORMAT = LineFormat(_detect, parse)
+
+
+def check_supervisions(row: ManifestRow, cut: str, supervisions: Any) -> None:
+    """Check that a cut has the text of its audio, and no other."""
+    count = len(supervisions) if isinstance(supervisions, list) else 0
+    if count != 1:
+        remedy = _TRIM if count else "it has no text, which `effasr label` writes by a model."
+        raise row.error(
+            f"{cut} must have one supervision, but has {count}: {remedy}", "supervisions"
+        )
 
 
 def read_cut(row: ManifestRow, refusal: str, *, allow_recording: bool = False) -> Cut:
@@ -235,12 +246,7 @@ def _check_values(cut: Cut) -> None:
 
 def _complete(cut: Cut, row: ManifestRow, default: Prompt) -> set[str]:
     """Check a cut and fill in the fields that the project reads; return what the line states."""
-    if len(cut.supervisions) != 1:
-        raise row.error(
-            f"cut {cut.id!r} must have one supervision, but has {len(cut.supervisions)}: use "
-            "`cuts.trim_to_supervisions()`.",
-            "supervisions",
-        )
+    check_supervisions(row, f"cut {cut.id!r}", cut.supervisions)
     supervision = cut.supervisions[0]
     if not isinstance(supervision.text, str):
         raise row.error(

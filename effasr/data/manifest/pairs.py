@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from effasr.data.manifest.lines import first_fields, numbered_lines
-from effasr.data.manifest.row import ManifestRow, spaced
+from effasr.data.manifest.row import SOURCE_LANG, TARGET_LANG, ManifestRow, spaced
 from effasr.data.prompt import Prompt
 
 SOURCE_TEXT = "source_text"  # the field that makes a line a text-only one
@@ -47,8 +47,8 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
                 "files of their own.",
                 "audio_filepath",
             )
-        for name in ("source_lang", "target_lang"):
-            row.string(name)
+        for names in (SOURCE_LANG, TARGET_LANG):
+            row.string(row.first(names))
         has_target = "text" not in row.values and "target_text" in row.values
         yield TextPair(
             id=row.optional_string("id") or f"{path.name}:{number}",

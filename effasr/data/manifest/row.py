@@ -48,14 +48,15 @@ START = (
 END = ("end", "end_time", "stop", "end_sec", "segment_end", "end_ms")
 IDS = ("id", "utt_id", "utterance_id")
 SPEAKER = ("speaker", "speaker_id", "client_id")
-LANGUAGES = ("lang", "language", "locale")
+LANGUAGES = ("lang", "language", "locale", "language_id")
+SOURCE_LANG, TARGET_LANG = ("source_lang", "src_lang"), ("target_lang", "tgt_lang")
 WORDS, SEGMENTS = ("words", "timestamps_word"), ("segments", "timestamps_segment")
 """Names of fields; the first that a row has is read."""
 
 READ = frozenset(
     (
         *(*AUDIO, *TEXT, *START, *END, *IDS, *SPEAKER, *LANGUAGES, "duration", "channel", "pnc"),
-        *(*WORDS, *SEGMENTS, "source_lang", "target_lang", "task", "taskname"),
+        *(*WORDS, *SEGMENTS, *SOURCE_LANG, *TARGET_LANG, "task", "taskname"),
     )
 )
 
@@ -220,7 +221,7 @@ class ManifestRow:
         return audio
 
     def prompt(self, default: Prompt) -> Prompt:
-        """Return languages, task and punctuation, by the names that NeMo's manifests use.
+        """Return languages, task and punctuation, by NeMo's names or others.
 
         ``source_lang`` is the language spoken; without it ``lang`` is. ``target_lang`` is the
         language of the text; without it ``lang`` is, beside a ``source_lang``. ``task`` or
@@ -228,8 +229,8 @@ class ManifestRow:
         does not say is as in ``default``; only a translation has another target than its source.
         """
         lang = self.optional_string(self.first(LANGUAGES))
-        spoken = self.optional_string("source_lang")
-        target = self.optional_string("target_lang") or (lang if spoken else None)
+        spoken = self.optional_string(self.first(SOURCE_LANG))
+        target = self.optional_string(self.first(TARGET_LANG)) or (lang if spoken else None)
         name = self.optional_string("task") or self.optional_string("taskname")
         task: Task | None = None
         if name is not None:
@@ -245,14 +246,17 @@ class ManifestRow:
 
     def stated(self) -> set[str]:
         """Return the `custom_fields` of a cut that the line itself says, and ``lang``."""
-        names = {name for name in ("target_lang", "task", "pnc") if self.values.get(name)}
-        if self.values.get("source_lang") or self.values.get(self.first(LANGUAGES)):
+        names = {name for name in ("task", "pnc") if self.values.get(name)}
+        lang, spoken, target = (
+            self.values.get(self.first(group)) for group in (LANGUAGES, SOURCE_LANG, TARGET_LANG)
+        )
+        if lang or spoken:
             names.add("lang")
         if self.values.get("pnc") is False:
             names.add("pnc")
         if self.values.get("taskname"):
             names.add("task")
-        if self.values.get("source_lang") and self.values.get(self.first(LANGUAGES)):
+        if target or (lang and spoken):
             names.add("target_lang")
         return names
 

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".tsv")
 _DELIMITERS = ("\t", ";", "|", ",")
 _MAX_ROW_LINES = 50  # of a field in quotes that has line breaks
+_MISSING = frozenset(("nan", "NaN", "None", "NULL", "<NA>"))  # a missing text of pandas, of SQL
 _LJ_SPEECH = ("file_name", "raw text", "text")
 # Common Voice's counts and descriptions, which change nothing.
 _IGNORED = frozenset(
@@ -109,6 +110,7 @@ def rows(path: Path, text_column: str | None = None) -> Iterator[ManifestRow | R
     if unknown:
         listed = ", ".join(repr(name) for name in names if name in unknown)
         log.warning("%s: columns that are not read: %s.", path, listed)
+    missing = 0
     for number, fields in _split(pending, lines, delimiter, len(names)):
         origin = f"{path}:{number}"
         try:
@@ -119,7 +121,16 @@ def rows(path: Path, text_column: str | None = None) -> Iterator[ManifestRow | R
             yield RejectedRow(f"{path.name}:{number}", origin, str(error))
             continue
         values = {name: value for name, value in zip(names, fields, strict=True) if name}
+        for name in {text, *TEXT} & values.keys():
+            if values[name].strip() in _MISSING:
+                values[name], missing = "", missing + 1
         yield ManifestRow(values, path, number, origin)
+    if missing:
+        log.warning(
+            "%s: texts that are missing, as they are nan, NaN, None, NULL or <NA>: %d. Write JSON "
+            "lines to keep them as words.",
+            *(path, missing),
+        )
 
 
 def header_of(line: str, path: Path) -> tuple[str, list[str] | None]:

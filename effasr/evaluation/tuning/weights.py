@@ -109,8 +109,10 @@ class NBestLists:
         # A corrector replaces the text that the weights have chosen: these stay.
         for row, alternatives in enumerate([] if self._gains is not None else lists):
             for column, alternative in enumerate(alternatives):
-                parts = alternative.parts
-                assert parts is not None
+                self._missing[row, column] = False
+                ranks[row, column] = alternative.rank
+                if (parts := alternative.parts) is None:
+                    continue  # of another search (`fallback`), whose list has no other text
                 for name, value in {
                     "model": parts.model,
                     "ctc": parts.ctc or 0.0,
@@ -120,8 +122,6 @@ class NBestLists:
                     "words": len(alternative.text.split()),
                 }.items():
                     self._parts[name][row, column] = value
-                self._missing[row, column] = False
-                ranks[row, column] = alternative.rank
         # What the weights do not explain, such as coverage.
         self._unexplained = np.where(self._missing, 0.0, ranks - self._ranks(weights))
         self._counts: dict[tuple[int, str], Counts] = {}
