@@ -591,6 +591,9 @@ SOURCES: dict[str, tuple[dict[str, str | bytes], list[str], list[str]]] = {
         {"metadata.csv": "path,sentence,text\ntalk.wav,a,nan\ntalk.wav,NaN,\ntalk.wav,,None\n"
          "talk.wav,NULL,<NA>\ntalk.wav,nan bread,\ntalk.wav,Nan,\n"},
         ["a", "nan bread", "Nan"], ["the text is empty"] * 3),
+    "an object of Hugging Face": (
+        {"metadata.jsonl": '{"audio": {"path": "talk.wav", "bytes": null}, "text": "a"}\n'},
+        ["a"], []),
     "a word in JSON": (
         {"metadata.jsonl": '{"file_name": "talk.wav", "text": "nan"}\n'}, ["nan"], []),
     "marks of cues": (
