@@ -190,6 +190,12 @@ def run(options: argparse.Namespace) -> int:
     strategies = LADDER if strategy == "all" else [strategy]
     with progress_counter("utterances read") as show:
         listing, selection = request.read(options.prompt_tokens, show)
+    if strategy == "all" and not options.buckets:  # a tiny corpus has no twenty
+        rule = "have two utterances or more to compare strategies"
+        remedy = "plan --strategy packed alone"
+        check(len(selection) > 1, "--manifest", rule, len(selection), remedy)
+        buckets = min(study.strategy.buckets, len(selection))
+        study = replace(study, strategy=replace(study.strategy, buckets=buckets))
     if options.dropped is not None:
         write_atomically(options.dropped, b"".join(d.json_line() for d in selection.dropped))
     if options.what_if:

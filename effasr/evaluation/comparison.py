@@ -61,11 +61,20 @@ def read_run(run: str | Path, normalizer: str | None = None) -> list[Scored]:
 def compare(scored: Sequence[Scored]) -> str:
     """Return a table by set and system, compared with the set's first on common utterances.
 
-    Translations have a table of their own, with a set for each pair of languages.
+    Translations have a table of their own, with a set for each pair of languages. Systems with
+    other utterances than the first are named below.
     """
     scored = _numbered_where_equal(scored)
     parts = [[x for x in scored if bool(x.group) == is_other] for is_other in (False, True)]
-    return "\n\n".join(to_text(_table(part)) for part in parts if part) + "\n"
+    tables = "\n\n".join(to_text(_table(part)) for part in parts if part) + "\n"
+    firsts = {item.title: item for item in reversed(scored)}
+    return tables + "".join(
+        f"{item.title}: {item.system} has {len(first.counts.keys() & item.counts)} of the "
+        f"{len(first.counts)} utterances of {first.system}, and {len(item.counts)} in all: their "
+        "error rates are of different sets.\n"
+        for item in scored
+        if item.counts.keys() != (first := firsts[item.title]).counts.keys()
+    )
 
 
 def _table(scored: Sequence[Scored]) -> Table:

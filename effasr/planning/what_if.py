@@ -97,6 +97,12 @@ def _summarise(
     rows = []
     for result in results:
         report = result.report
+        if not report.batch_audio_seconds:
+            raise ValueError(
+                "`--what-if` must have utterances for a batch of each strategy, but "
+                f"{len(selection)} make none of {result.strategy}: plan a larger corpus, or use "
+                "`--strategy all`."
+            )
         frames = report.batch_audio_seconds / shape.framing.seconds
         rows.append(frames / max(1 - report.padding_frames, 1e-9))
         if device.speed is not None:

@@ -254,5 +254,19 @@ def test_a_strategy_that_plans_no_utterance_has_no_figures(effasr, tmp_path):
     assert cells == ["bucketed", *[""] * 10, str(made["bucketed"]["steps"]), "25"]
 
 
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (1, "two utterances or more to compare strategies, but is 1: plan --strategy packed"),
+        (2, "must have utterances for a batch of each strategy, but 2 make none of bucketed"),
+        (8, None),
+    ],
+)
+def test_what_if_of_few_utterances(effasr, tmp_path, count, message):
+    rows = [{"id": f"u{n}", "duration": 2 + n, "num_tokens": 10} for n in range(count)]
+    result = effasr("plan", write_rows(tmp_path / "few.jsonl", rows), "--what-if")
+    assert message in result.error if message else "packed" in result.out
+
+
 def test_choices_are_the_strategies_that_there_are():
     assert set(_STRATEGIES) == {*STRATEGIES, "all"}

@@ -15,7 +15,7 @@ import pytest
 import soundfile
 
 from effasr.data.audio.augmentation.augmenter import Clips
-from effasr.data.audio.waveform import load_audio
+from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.prepare import parse_clean, prepare
 from effasr.data.manifest.reader import read
@@ -224,6 +224,10 @@ def test_a_file_is_as_long_as_its_cut_says(tmp_path, tones) -> None:
     assert [hertz(cut) for cut in selected] == ([400] if tones == 3 else [])
     message = f"`recording.duration` is 3 s, but the file holds {tones} s"
     assert all(message in row["details"] for row in dropped)
+    if not dropped:  # training does not open the files of a prepared folder before it reads them
+        talk(tmp_path / "r.wav", 300, 300, 400, 500, 600)
+        with pytest.raises(AudioError, match=r"must last 3 s, as its cut says, .* longer: 5 s"):
+            load_audio(selected[0])
 
 
 NAMES = ["na\u00efve caf\u00e9.wav", "sub/a.wav", "b.wav", "c d.wav"]
@@ -587,6 +591,9 @@ SOURCES: dict[str, tuple[dict[str, str | bytes], list[str], list[str]]] = {
         {"metadata.csv": "path,sentence,text\ntalk.wav,a,nan\ntalk.wav,NaN,\ntalk.wav,,None\n"
          "talk.wav,NULL,<NA>\ntalk.wav,nan bread,\ntalk.wav,Nan,\n"},
         ["a", "nan bread", "Nan"], ["the text is empty"] * 3),
+    "an object of Hugging Face": (
+        {"metadata.jsonl": '{"audio": {"path": "talk.wav", "bytes": null}, "text": "a"}\n'},
+        ["a"], []),
     "a word in JSON": (
         {"metadata.jsonl": '{"file_name": "talk.wav", "text": "nan"}\n'}, ["nan"], []),
     "marks of cues": (

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,10 @@ def test_runs_side_by_side(effasr, tmp_path):
     save(good, tmp_path / "second" / "evaluation" / "test")
     lines = effasr("compare", tmp_path / "first", tmp_path / "second").out.splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    other = [replace(utterance, id=f"v{i}") for i, utterance in enumerate(good.utterances[:9])]
+    save(replace(good, utterances=tuple(other)), tmp_path / "third" / "evaluation" / "dev")
+    *_, note = effasr("compare", tmp_path / "first", tmp_path / "third").out.splitlines()
+    assert note.startswith("dev: third has 0 of the 30 utterances of first, and 9 in all: their")
     assert [row[:4] for row in rows] == [
         ["dev", "first", "30 (-1)", "25.00"],
         ["dev", "second", "30", "0.00"],

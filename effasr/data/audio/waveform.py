@@ -78,16 +78,18 @@ def read_audio(
     offset: float = 0.0,
     duration: float | None = None,
     channels: Sequence[int] | None = None,
+    recorded: float = math.inf,
     file: AudioFile | None = None,
 ) -> np.ndarray:
     """Read a file, or a part of it, as one channel.
 
-    Only the wanted part is decoded. ``file`` is the file where it is open already; it is closed.
+    Only the wanted part is decoded. A file of more than ``recorded`` seconds is refused. ``file``
+    is the file where it is open already; it is closed.
 
     Returns:
         float32 (samples,). With a ``duration``, exactly ``samples_in(duration, sample_rate)``.
     """
-    with file or open_part(path, offset, duration) as file:
+    with file or open_part(path, offset, duration, recorded) as file:
         rate = file.samplerate
         begin, requested = place(file, path, offset, duration)
         blocks = list(mono_blocks(file, path, begin, requested, channels))
@@ -98,16 +100,29 @@ def read_audio(
 
 
 def open_part(
-    path: str | Path | Embedded, offset: float = 0.0, duration: float | None = None
+    path: str | Path | Embedded,
+    offset: float = 0.0,
+    duration: float | None = None,
+    recorded: float = math.inf,
 ) -> AudioFile:
-    """Open a file to read a part of it, which need not be searched where it has the part."""
+    """Open a file to read a part of it, which need not be searched where it has the part.
+
+    A file of more than ``recorded`` seconds has changed: it may hold other words, or others there.
+    """
     if duration is None:
         return open_audio(path)
-    file = open_audio(path, thorough=False)
-    if offset + duration <= file.frames / file.samplerate + file.tolerance:
-        return file
-    file.close()
-    return open_audio(path)
+    for thorough in (False, True):
+        file = open_audio(path, thorough=thorough)
+        length = file.frames / file.samplerate
+        has_part = offset + duration <= length + file.tolerance
+        # Reading says how much of a part is there.
+        if (has_part or thorough) and length <= recorded + file.tolerance:
+            return file
+        file.close()
+    raise AudioError(
+        AudioProblem.DURATION,
+        f"{path}: must last {recorded:g} s, as its cut says, but has become longer: {length:g} s.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,7 @@ class AudioSegment:
     start: float  # Seconds
     duration: float  # Seconds
     channels: tuple[int, ...]  # Channels of the file to average, the first of which is 0
+    recorded: float = math.inf  # Seconds that the file had, where that is known
 
     @classmethod
     def of(cls, cut: Cut) -> AudioSegment | None:
@@ -143,7 +159,8 @@ class AudioSegment:
         existing, requested = sources[0].channels, _channels(cut)
         if not all(channel in existing for channel in requested):
             return None
-        return cls(path, cut.start, cut.duration, tuple(map(existing.index, requested)))
+        numbers = tuple(map(existing.index, requested))
+        return cls(path, cut.start, cut.duration, numbers, cut.recording.duration)
 
 
 def _keeps_speech(transform: Any) -> bool:
@@ -170,6 +187,7 @@ def load_audio(
             offset=part.start,
             duration=part.duration,
             channels=part.channels,
+            recorded=part.recorded,
             file=file,
         )
     assert not isinstance(source, AudioSegment)

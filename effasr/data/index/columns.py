@@ -83,6 +83,7 @@ class AudioColumns:
     names: Ragged
     starts: np.ndarray  # float64 (n,), start within the file in seconds
     durations: np.ndarray  # float64 (n,), seconds
+    recorded: np.ndarray  # float64 (n,), seconds of the file; infinite where not known
     channels: np.ndarray  # int32 (n,), one channel, or -c for the mean of the first c channels
     member_offsets: np.ndarray  # int64 (n,), see `embedded.to_numbers`; -1 for plain files
     member_sizes: np.ndarray  # int64 (n,)
@@ -105,13 +106,15 @@ class AudioColumns:
             path = from_numbers(path, offset, int(self.member_sizes[row]))
         channel = int(self.channels[row])
         channels = (channel,) if channel >= 0 else tuple(range(-channel))
-        return AudioSegment(path, float(self.starts[row]), float(self.durations[row]), channels)
+        times = (float(column[row]) for column in (self.starts, self.durations, self.recorded))
+        start, duration, recorded = times
+        return AudioSegment(path, start, duration, channels, recorded)
 
 
 class AudioColumnsBuilder:
     def __init__(self) -> None:
         self.paths, self.names, self.cuts = RaggedBuilder(), RaggedBuilder(), RaggedBuilder()
-        self.starts, self.durations = array("d"), array("d")
+        self.starts, self.durations, self.recorded = array("d"), array("d"), array("d")
         self.channels = array("i")
         self.member_offsets, self.member_sizes = array("q"), array("q")
 
@@ -132,6 +135,7 @@ class AudioColumnsBuilder:
         self.cuts.append(content)
         self.starts.append(segment.start)
         self.durations.append(segment.duration)
+        self.recorded.append(segment.recorded)
         self.channels.append(channel)
         self.member_offsets.append(offset)
         self.member_sizes.append(size)

@@ -81,9 +81,10 @@ def parse_object(line: str, origin: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
+        objects = "'.[]'" if line.lstrip().startswith("[") else "."
         raise ValueError(
             f"{origin}: not valid JSON ({error.msg} at column {error.colno}): "
-            "write one object per line, as `jq -c` does."
+            f"write one object per line, as `jq -c {objects}` does."
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{origin}: no JSON that Python reads ({error}).") from error

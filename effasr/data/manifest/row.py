@@ -207,7 +207,9 @@ class ManifestRow:
 
     def audio(self, name: str) -> str:
         """Return the absolute path of an audio file."""
-        path = self.string(name)
+        value = self.values.get(name)  # Hugging Face writes an object with the path
+        path = value.get("path") if isinstance(value, dict) else None
+        path = path if isinstance(path, str) else self.string(name)
         try:
             audio = absolute(path, self.path.parent)
         except ValueError as error:
