@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from lhotse.cut.data import DataCut
 
 
+STATED_SHARE = 0.01
+"""Share of a recording's length by which a corpus may state it wrongly, beside the tolerance."""
+
 _BLOCK = 2**20
 """Values that are decoded at a time: a header may claim more than there is, or than fits."""
 
@@ -109,6 +112,7 @@ def open_part(
 
     A file of more than ``recorded`` seconds has changed: it may hold other words, or others there.
     """
+    recorded += STATED_SHARE * recorded
     if duration is None:
         return open_audio(path)
     for thorough in (False, True):
@@ -121,7 +125,8 @@ def open_part(
         file.close()
     raise AudioError(
         AudioProblem.DURATION,
-        f"{path}: must last {recorded:g} s, as its cut says, but has become longer: {length:g} s.",
+        f"{path}: holds {length:g} s, and its cut was made when it had fewer: run `effasr prepare` "
+        "again.",
     )
 
 

@@ -37,6 +37,7 @@ from effasr.data.audio.content import channel_powers, check_content
 from effasr.data.audio.embedded import Embedded
 from effasr.data.audio.ffmpeg import write_flac
 from effasr.data.audio.waveform import (
+    STATED_SHARE,
     AudioError,
     AudioHeader,
     AudioProblem,
@@ -426,7 +427,7 @@ class _Audio:
         if part is None:
             return
         header, stated = self._header(part.path), cut.recording.duration  # type: ignore[union-attr]
-        if abs(header.duration - stated) > header.tolerance:
+        if abs(header.duration - stated) > header.tolerance + STATED_SHARE * stated:
             raise AudioError(
                 AudioProblem.DURATION,
                 f"{part.path}: `recording.duration` is {stated:g} s, but the file holds "
