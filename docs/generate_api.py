@@ -82,9 +82,16 @@ def signature(function: object) -> str:
             keyword = True
             lines.append("    *,")
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        lines.append(f"    {name}: {parameter.annotation}{default},")
+        lines.append(f"    {name}: {_annotation(parameter.annotation)}{default},")
     body = "\n".join(lines)
-    return f"{getattr(function, '__name__', '')}(\n{body}\n) -> {found.return_annotation}"
+    return f"{getattr(function, '__name__', '')}(\n{body}\n) -> {_annotation(found.return_annotation)}"
+
+
+def _annotation(annotation: object) -> str:
+    """An annotation without the modules of its classes."""
+    if annotation is None or isinstance(annotation, type):
+        return str(getattr(annotation, "__name__", None))
+    return re.sub(r"[\w.]+\.(\w+)", r"\1", str(annotation))
 
 
 def page(name: str) -> str:
