@@ -84,7 +84,9 @@ def signature(function: object) -> str:
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         lines.append(f"    {name}: {_annotation(parameter.annotation)}{default},")
     body = "\n".join(lines)
-    return f"{getattr(function, '__name__', '')}(\n{body}\n) -> {_annotation(found.return_annotation)}"
+    return (
+        f"{getattr(function, '__name__', '')}(\n{body}\n) -> {_annotation(found.return_annotation)}"
+    )
 
 
 def _annotation(annotation: object) -> str:
