@@ -134,7 +134,7 @@ class Batch:
             return self._mapped(lambda part: part.to(device=device, non_blocking=True))
         # A teacher's labels are on the device already, perhaps not computed yet.
         tensors: list[Tensor] = []
-        see = lambda x: (x.is_cpu and tensors.append(x)) or x
+        see = lambda x: tensors.append(x) or x if x.is_cpu else x
         self._mapped(lambda part: _with_tensors(part, see))
         moved = {id(x): y for x, y in zip(tensors, _transferred(tensors, device), strict=True)}
         return self._mapped(lambda part: _with_tensors(part, lambda x: moved.get(id(x), x)))

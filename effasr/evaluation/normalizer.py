@@ -30,7 +30,9 @@ def get_normalizer(name: str, language: str = "") -> Callable[[str], str]:
         normalizer = _english_normalizer("whisper_english")
         return lambda text: normalizer(without_format_characters(text))
     if name == "open_asr_leaderboard_v1":
-        # Whisper's normaliser without the rules for four colloquial words.
+        # Whisper's normaliser without the rules for four colloquial words, as in the first versions
+        # of github.com/huggingface/open_asr_leaderboard. Later ones have rules that are not here:
+        # compare only with its early results.
         normalizer = _english_normalizer("open_asr_leaderboard_v1")
         for word in ("kinda", "sorta", "dunno", "cause"):
             # Older versions of the package have some of the rules not.

@@ -37,8 +37,9 @@ class Source:
 
     def fields(self) -> dict[str, int]:
         """Return what a line of a manifest needs in addition, to name the same audio."""
-        is_one = self.channels is not None and len(self.channels) == 1
-        return {"channel": self.channels[0]} if self.channels is not None and is_one else {}
+        if self.channels is None or len(self.channels) != 1:
+            return {}
+        return {"channel": self.channels[0]}
 
 
 def find(arguments: Iterable[str]) -> list[Source]:
