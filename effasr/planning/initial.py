@@ -452,7 +452,7 @@ class Initial:
         ratios, request = self.request.frames_per_token, self.request
         if ratios is not None:
             yield guidance.describe_alignment(ratios, self.framing)
-        if ratios is not None and ratios.is_hard and request.start is None:
+        if ratios is not None and ratios.is_hard(self.framing) and request.start is None:
             yield from guidance.warn_about_alignment(
                 ratios,
                 self.framing,
@@ -582,8 +582,9 @@ def _check_languages(counts: Survey, tokenizer: Tokenizer, init_from: str | Path
 def _subsampling_for(counts: Survey, tokenizer: Tokenizer) -> int:
     """Return the coarsest subsampling with enough frames per token, or else the finest."""
     for subsampling in SUBSAMPLINGS:
-        aligned = counts.sampled(tokenizer, Framing(subsampling=subsampling))
-        if aligned is None or not aligned.is_hard:
+        framing = Framing(subsampling=subsampling)
+        aligned = counts.sampled(tokenizer, framing)
+        if aligned is None or not aligned.is_hard(framing):
             return subsampling
     return SUBSAMPLINGS[-1]
 

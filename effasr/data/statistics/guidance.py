@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from effasr.data.features.frame_geometry import Framing
-from effasr.data.statistics.survey import LEAST_MEDIAN, FramesPerToken, Survey
+from effasr.data.statistics.survey import FramesPerToken, Survey, least_median
 from effasr.data.statistics.vocabulary import VocabularyChoice, choose_vocabulary
 from effasr.untrusted import display
 
@@ -55,12 +55,12 @@ def warn_about_alignment(
     ``survey`` reads texts for choosing a larger vocabulary, and is called only for a warning; None
     if the vocabulary is that of a trained model.
     """
-    if not ratios.is_hard:
+    if not ratios.is_hard(framing):
         return []
     remedies = list(_remedies(framing, with_subsampling, None if survey is None else survey()))
     cause = (
         f"CTC learns late or not at all with so few frames per token; a median of "
-        f"{LEAST_MEDIAN:g} or more is usual."
+        f"{least_median(framing.subsampling):g} or more is usual."
     )
     remedy = (
         f"Remedy: {', or '.join(remedies)}."
@@ -88,15 +88,16 @@ def _remedies(
 ) -> Iterator[str]:
     """Return changes that give enough frames per token, the smallest change first."""
     finer = framing.subsampling > 4
+    four = Framing(subsampling=4)
     alone = with_subsampling(4) if finer else None
-    if alone is not None and not alone.is_hard:
+    if alone is not None and not alone.is_hard(four):
         yield f"model.encoder.subsampling=4 (median {alone.median:.1f})"
     if survey is None or not survey.languages:
         return
     larger = choose_vocabulary(survey, subsampling=framing.subsampling)
     if not larger.is_hard and larger.frames_per_token is not None:
         yield _vocabulary(larger)
-    elif finer and (alone is None or alone.is_hard):
+    elif finer and (alone is None or alone.is_hard(four)):
         both = choose_vocabulary(survey, subsampling=4)
         if not both.is_hard and both.frames_per_token is not None:
             yield f"model.encoder.subsampling=4 with {_vocabulary(both)}"

@@ -47,7 +47,8 @@ class VocabularyChoice:
 
     @property
     def is_hard(self) -> bool:
-        return self.frames_per_token is not None and self.frames_per_token.is_hard
+        framing = Framing(subsampling=self.subsampling)
+        return self.frames_per_token is not None and self.frames_per_token.is_hard(framing)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class _Measured:
 
     def suffices(self, framing: Framing) -> bool:
         ratios = self.frames_per_token(framing)
-        return ratios is None or not ratios.is_hard
+        return ratios is None or not ratios.is_hard(framing)
 
 
 def choose_vocabulary(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from effasr.data.statistics.survey import least_median
 from effasr.decoding.checks import choose_method
 from effasr.evaluation.wer import ErrorCounts, total
 from effasr.model.asr import ASRModel
@@ -124,9 +125,6 @@ class CTCPlateau(Detector):
     CLEAR = 0.8
     """The same after a warning, which would else begin and end with every noisy loss."""
 
-    ENOUGH_FRAMES = 2.5
-    """Median number of encoder frames per token below which CTC learns late or never."""
-
     FEW_PIECES = 40
     """Pieces, little more than characters, with which CTC begins to align soonest."""
 
@@ -154,7 +152,7 @@ class CTCPlateau(Detector):
         before = ctc if self.average is None else self.average
         self.average = decay * before + (1 - decay) * ctc
         baseline, config = self.baseline, self.config
-        is_short = baseline.frames_per_token < self.ENOUGH_FRAMES
+        is_short = baseline.frames_per_token < self._least_frames
         if step < self.LEAST_STEPS:
             return None
         if passes < config.ctc_epochs or (not is_short and step < config.ctc_steps):
@@ -171,12 +169,16 @@ class CTCPlateau(Detector):
             self._remedy(is_short),
         )
 
+    @property
+    def _least_frames(self) -> float:
+        return least_median(8 if self.can_subsample_less else 4)
+
     def _remedy(self, is_short: bool) -> str:
         if not is_short:
             late = "let masks begin later (model.spec_augment.after_ctc=0.7); "
             first = late if self.masks_early else ""
             # 40 pieces have two thirds of the frames a token that 128 have.
-            many, frames = 2 * self.FEW_PIECES, 1.6 * self.ENOUGH_FRAMES
+            many, frames = 2 * self.FEW_PIECES, 1.6 * self._least_frames
             if self.baseline.pieces > many and self.baseline.frames_per_token >= frames:
                 fewer = f"effasr tokenizer DATA OUT --vocab-size {self.FEW_PIECES}"
                 first += f"begin anew with fewer pieces ({fewer}); "

@@ -29,18 +29,21 @@ def spoken(characters_per_second, count=400, language="en"):
 
 
 @pytest.mark.parametrize(
-    ("ratios", "is_hard"),
+    ("ratios", "subsampling", "is_hard"),
     [
-        ([3.0] * 10, False),
-        ([2.4] * 10, True),
-        ([3.0] * 7 + [1.5] * 3, True),
-        ([3.0] * 9 + [0.5], True),
-        ([2.5] * 10, False),
+        ([3.0] * 10, 8, False),
+        ([2.4] * 10, 8, True),
+        ([2.5] * 10, 8, False),
+        ([1.5] * 10, 4, False),
+        ([1.4] * 10, 4, True),
+        ([3.0] * 9 + [0.5], 8, True),
+        ([3.0] * 9 + [0.5], 4, True),
     ],
 )
-def test_it_is_hard_by_median_by_share_or_without_a_path(ratios, is_hard):
+def test_it_is_hard_by_median_or_without_a_path(ratios, subsampling, is_hard):
     frames = np.array([round(20 * ratio) for ratio in ratios])
-    assert FramesPerToken.of(frames, np.full(len(ratios), 20)).is_hard is is_hard
+    ratios = FramesPerToken.of(frames, np.full(len(ratios), 20))
+    assert ratios.is_hard(Framing(subsampling=subsampling)) is is_hard
 
 
 def test_a_survey_counts_by_language_and_keeps_a_bounded_sample():
@@ -94,7 +97,9 @@ def test_slow_speech_has_the_usual_vocabulary_and_fast_speech_finer_frames():
     slow = choose_vocabulary(spoken(3.0))
     assert (slow.sizes, slow.subsampling, slow.is_hard) == ({"en": 40}, 8, False)
     fast = choose_vocabulary(spoken(14.0))
-    assert (fast.sizes["en"] >= 128, fast.subsampling, fast.is_hard) == (True, 4, False)
+    assert (fast.sizes, fast.subsampling, fast.is_hard) == ({"en": 40}, 4, False)
+    faster = choose_vocabulary(spoken(22.0))
+    assert (faster.sizes["en"] >= 128, faster.subsampling, faster.is_hard) == (True, 4, False)
     assert choose_vocabulary(spoken(14.0)) == fast
     stays = choose_vocabulary(spoken(14.0), subsampling=8)
     assert (stays.subsampling, stays.is_hard) == (8, True)
