@@ -109,6 +109,14 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes):
     assert len(shapes) == 2
 
 
+def test_another_plan_of_texts_is_another_fingerprint(make_with_text):
+    config = make_with_text()
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
+    wide = replace(corpus.text.shape, frame_budget=2 * corpus.text.shape.frame_budget)
+    both = corpus, replace(corpus, text=replace(corpus.text, shape=wide))
+    assert len({Loader(each, config.data, seed=3).fingerprint(0) for each in both}) == 2
+
+
 def test_a_run_of_text_alone_validates(make_text_alone, pairs, tmp_path, capsys):
     training = {"max_steps": 8, "validate_every": 8, "freeze": ("encoder",)}
     assert run(make_text_alone(training=training)) == 0
