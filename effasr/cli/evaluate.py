@@ -28,7 +28,7 @@ from effasr.cli.options import (
     read_cuts,
 )
 from effasr.cli.progress import decoding_progress, working
-from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SEARCH, SECOND_PASS, DecodingConfig
+from effasr.decoding.config import BOOST, LONG_FORM, SEARCH, SECOND_PASS, DecodingConfig
 from effasr.untrusted.remote import url_of
 
 # Fields that the search over text pairs obeys; its method follows from the model.
@@ -66,7 +66,7 @@ def add(command: AddCommand) -> None:
         metavar="N",
         help="utterances with the most errors to show (default: 5)",
     )
-    add_decoding(parser, LONG_FORM, BOOST, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
+    add_decoding(parser, LONG_FORM, BOOST, NBEST, SECOND_PASS, CONFIDENCE)
 
 
 def run(options: argparse.Namespace) -> int:

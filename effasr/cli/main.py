@@ -34,11 +34,11 @@ from effasr.cli import (
     tokenizer,
     train,
     transcribe,
+    tune,
 )
 from effasr.cli.conversations import chat
 from effasr.cli.installation import completion, doctor, recipes
 from effasr.cli.options import AddCommand, place_positionals, print_line
-from effasr.cli.second_pass import correction_data, tune
 from effasr.cli.untranscribed import label
 from effasr.untrusted.display import (
     STANDARD_OUTPUT,
@@ -267,7 +267,7 @@ _COMMANDS: dict[str, tuple[Callable[[AddCommand], None], ...]] = {
     "data": (prepare.add, segment.add, tokenizer.add, plan.add, demo_data.add),
     "training": (init.add, recipes.add, calibrate.add, train.add),
     "results": (evaluate.add, tune.add, compare.add, report.add),
-    "use": (transcribe.add, label.add, correction_data.add, chat.add),
+    "use": (transcribe.add, label.add, chat.add),
     "other programs": (convert.add_import, convert.add_export),
     "installation": (completion.add, doctor.add),
 }

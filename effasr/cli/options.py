@@ -19,7 +19,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from effasr.cli.progress import ERASE, erase_line, progress_counter, working
-from effasr.decoding.config import CORRECTOR, LONG_FORM, SEARCH, SECOND_PASS, DecodingConfig
+from effasr.decoding.config import LONG_FORM, SEARCH, SECOND_PASS, DecodingConfig
 from effasr.untrusted.display import display_width, escape_controls, fold
 from effasr.untrusted.remote import shown
 
@@ -48,7 +48,7 @@ _RECORDINGS = (
 )
 _TITLES = {
     "recordings and batches": (*_RECORDINGS, *LONG_FORM),
-    "second pass": (*SECOND_PASS, *CORRECTOR),
+    "second pass": SECOND_PASS,
 }
 
 
@@ -333,7 +333,7 @@ def decoding_config(options: argparse.Namespace) -> DecodingConfig:
     if options.decoding is not None:
         chosen = read_decoding(options.decoding, chosen)
     chosen.setdefault("beam", options.default_beam)
-    if "second_lm" in chosen or "corrector" in chosen:
+    if "second_lm" in chosen:
         chosen.setdefault("nbest", chosen["beam"])
     if chosen.get("gap_seconds") == 0:
         chosen["gap_seconds"] = None

@@ -32,7 +32,7 @@ from effasr.cli.options import (
     with_prompt_options,
 )
 from effasr.cli.progress import decoding_progress, erase_line
-from effasr.decoding.config import BOOST, CORRECTOR, LONG_FORM, SECOND_PASS
+from effasr.decoding.config import BOOST, LONG_FORM, SECOND_PASS
 
 if TYPE_CHECKING:
     from effasr.checkpoint import LoadedModel
@@ -159,7 +159,7 @@ def add(command: AddCommand) -> None:
         "which decodes frame by frame (default: its first), or the longest wait for a pause with "
         "other models (default: 10 seconds)",
     )
-    add_decoding(parser, LONG_FORM, BOOST, NBEST, SECOND_PASS, CORRECTOR, CONFIDENCE)
+    add_decoding(parser, LONG_FORM, BOOST, NBEST, SECOND_PASS, CONFIDENCE)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -366,8 +366,7 @@ def _check(options: argparse.Namespace, decoding: DecodingConfig) -> None:
             "`--words` must have a format that holds the times of words, but the format is text: "
             "add `--format json` or `--format ctm`."
         )
-    is_read = decoding.second_lm is not None or decoding.corrector is not None
-    listed = options.nbest is not None and not is_read
+    listed = options.nbest is not None and decoding.second_lm is None
     if listed and _style(options) != "json":
         raise ValueError(
             "`--nbest` must have `--json`, because no other format holds several texts, but the "
@@ -407,10 +406,6 @@ def _check_stream(options: argparse.Namespace, decoding: DecodingConfig) -> None
     rule = "be chunked with `--stream`, which is cut at pauses"
     remedy = "transcribe a file"
     check(decoding.long_form != "sequential", "--long-form", rule, "sequential", remedy)
-    if decoding.corrector is not None:
-        raise ValueError(
-            "`--corrector` must be left out with `--stream`: it corrects recordings as a whole."
-        )
     if options.files not in ([], ["-"]) or options.manifest is not None:
         raise ValueError(
             "`--stream` must have no other input than standard input: leave out FILE and "

@@ -292,8 +292,9 @@ class Loader:
                 del self._plans[old]
             self._plans[epoch] = (plan, text)
             digest = hashlib.sha256(self._augmenter.fingerprint.encode())
-            for values in (plan.offsets, plan.indices):
-                digest.update(np.ascontiguousarray(values).data)
+            for each in (plan,) if text is None else (plan, text):
+                for values in (each.offsets, each.indices):
+                    digest.update(np.ascontiguousarray(values).data)
             self._fingerprints[epoch] = digest.hexdigest()
         return self._plans[epoch]
 

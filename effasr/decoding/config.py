@@ -10,8 +10,8 @@ from effasr.checks import check, check_positive
 if TYPE_CHECKING:
     import torch
 
-# Fields of the search, of a second language model and of a corrector: the options of commands, and
-# what a file of `effasr tune` may have.
+# Fields of the search and of a second language model: the options of commands, and what a file of
+# `effasr tune` may have.
 SEARCH = (
     *("method", "beam", "length_penalty", "coverage_penalty", "ctc_weight", "no_repeat_ngram"),
     *("lm", "lm_unit", "lm_weight"),
@@ -19,7 +19,6 @@ SEARCH = (
 BOOST = "boost", "boost_weight"
 LONG_FORM = "long_form", "previous_text"
 SECOND_PASS = "second_lm", "second_lm_weight", "second_word_bonus"
-CORRECTOR = "corrector", "corrector_margin", "corrector_source"
 
 _COUNTS = "beam", "max_symbols", "max_sequences", "extra_tokens", "workers"
 
@@ -27,7 +26,6 @@ LENGTH_PENALTY = 0.6  # Wu et al., 2016, https://arxiv.org/abs/1609.08144, recom
 LM_WEIGHT = 0.3
 BOOST_WEIGHT = 1.0  # nats a token; docs/transcription.md has the figures
 INSTRUCTION = "Transcribe the speech."
-CORRECTOR_MARGIN = 2.0  # nats: 1.5 and 2 made the fewest errors on the dev set of the demo
 
 AttentionBackend = Literal[
     "auto",
@@ -122,14 +120,6 @@ class DecodingConfig:
             `effasr.transcription.second_pass.rescore`.
         second_lm_weight: Weight of the second language model in the ranking (default: 0.3).
         second_word_bonus: Bonus for each word with ``second_lm`` (default: 0).
-        corrector: Run of the recipe corrector, which reads the ``nbest`` texts of each segment
-            (default of ``nbest`` then: ``beam``) and writes the text. See
-            `effasr.transcription.second_pass.corrector`.
-        corrector_margin: Keep the text of the search unless the corrector's is likelier by more
-            than M nats (default: 2).
-        corrector_source: Source whose experts the corrector uses, where it has experts for each
-            `source` of its training data (default: the only one). It is the one most like this
-            search.
         words: Find when each word is said. None to do so only where it is possible, as subtitles
             do: not in translations, nor in answers of a language model.
         timestamps: Divide the text into segments by Whisper's tokens of times such as <|2.40|>;
@@ -187,9 +177,6 @@ class DecodingConfig:
     second_lm: Path | None = field(default=None, metadata={"metavar": "LM"})
     second_lm_weight: float | None = field(default=None, metadata={"metavar": "W"})
     second_word_bonus: float | None = field(default=None, metadata={"metavar": "B"})
-    corrector: Path | None = field(default=None, metadata={"metavar": "RUN"})
-    corrector_margin: float | None = field(default=None, metadata={"metavar": "M"})
-    corrector_source: str | None = field(default=None, metadata={"metavar": "NAME"})
     words: bool | None = False
     timestamps: bool = False
     long_form: Literal["chunked", "sequential"] = field(
@@ -288,37 +275,25 @@ class DecodingConfig:
                 check(value is None, name, rule, visible)
 
     def _check_readers_of_lists(self) -> None:
-        """Check the second language model and the corrector, which read several hypotheses."""
+        """Check what reads several hypotheses: the second language model, and tuning."""
         self._check_left_out("second_lm", "second_lm_weight", "second_word_bonus")
-        self._check_left_out("corrector", "corrector_margin", "corrector_source")
         for name in ("second_lm_weight", "second_word_bonus"):
             if (value := getattr(self, name)) is not None:
                 check(math.isfinite(value), name, "be finite", value)
         if (weight := self.second_lm_weight) is not None:
             check(weight >= 0, "second_lm_weight", "be at least 0", weight)
-        if (margin := self.corrector_margin) is not None:
-            rule = "be at least 0 and finite"
-            check(0 <= margin < math.inf, "corrector_margin", rule, margin)
-        for reader, remedy in (
-            ("score_parts", ""),
-            ("second_lm", "it chooses among alternatives"),
-            ("corrector", "it reads alternatives"),
-        ):
+        for reader, remedy in (("score_parts", ""), ("second_lm", "it chooses among alternatives")):
             if getattr(self, reader):
                 rule = f"be at least 2 with `{reader}`"
                 check((self.nbest or 0) >= 2, "nbest", rule, self.nbest, remedy)
-        for reader, replaces, names in (
-            ("second_lm", "choose", ("words", "confidence", "word_confidence")),
-            ("corrector", "write", ("confidence", "word_confidence")),
-        ):
-            for name in names if getattr(self, reader) is not None else ():
-                rule = f"be false with `{reader}`, which may {replaces} another text"
-                check(getattr(self, name) is False, name, rule, True)
-
-            rule = f"be left out with `{reader}`, which reads no confidence"
-            for name in ("no_speech", "fallback_confidence"):
-                left_out = getattr(self, reader) is None or getattr(self, name) is None
-                check(left_out, name, rule, getattr(self, name))
+        if self.second_lm is None:
+            return
+        for name in ("words", "confidence", "word_confidence"):
+            rule = "be false with `second_lm`, which may choose another text"
+            check(getattr(self, name) is False, name, rule, True)
+        for name in ("no_speech", "fallback_confidence"):
+            rule = "be left out with `second_lm`, which reads no confidence"
+            check(getattr(self, name) is None, name, rule, getattr(self, name))
 
     @property
     def effective_length_penalty(self) -> float:

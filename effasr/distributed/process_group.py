@@ -100,7 +100,9 @@ class DistributedContext:
     def all_gather_tensor(self, tensor: Tensor) -> Tensor:
         """Return the tensors (S,) of all ranks one after another; the host does not wait."""
         gathered = tensor.new_empty(self.size * len(tensor))
-        dist.all_gather_into_tensor(gathered, tensor, group=self.group)
+        # torch 2.13 renamed it, and warns of the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered, tensor, group=self.group)
         return gathered
 
     def all_gather(self, value: T) -> list[T]:

@@ -1,17 +1,16 @@
-"""Evaluation of a model on a set of recordings or of text pairs, and pairs of its errors."""
+"""Evaluation of a model on a set of recordings or of text pairs."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lhotse.cut import Cut
 
 from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.cuts import prompt_of
-from effasr.data.manifest.pairs import SOURCE_NAME, SOURCE_TEXT, TextPair
+from effasr.data.manifest.pairs import TextPair
 from effasr.data.manifest.reader import named
 from effasr.data.prompt import WITHOUT_SPACES, Prompt
 from effasr.data.tokenizer import Tokenizer
@@ -24,7 +23,6 @@ from effasr.evaluation.word_confidence import judge
 from effasr.model.asr import ASRModel
 from effasr.transcription.recognizer import Recognizer, Request
 from effasr.transcription.results import Failure, Result, Transcription
-from effasr.transcription.second_pass.corrector import joined_texts, text_prompt
 from effasr.transcription.second_pass.text_to_text import TextToText
 
 
@@ -52,8 +50,6 @@ def transcribe_cuts(
     recognizer: Recognizer,
     cuts: Iterable[Cut],
     on_result: Callable[[Result], None] | None = None,
-    *,
-    must_score: bool = True,
 ) -> Iterator[tuple[str, Prompt, Result]]:
     """Yield reference, prompt and result of each cut; failures of invalid cuts come first."""
     scorable: list[tuple[str, Request]] = []
@@ -68,7 +64,7 @@ def transcribe_cuts(
         except ValueError as error:
             yield "", Prompt(), Failure(cut.id, str(error))
             continue
-        if must_score and prompt.task == "translate":
+        if prompt.task == "translate":
             check_package()
         load = partial(load_audio, cut, recognizer.sample_rate)
         scorable.append((texts[0], Request(cut.id, load, prompt)))
@@ -162,15 +158,12 @@ def evaluate_pairs(
         if pair.prompt.task == "translate":
             check_package()
         try:
-            writer.check(pair.prompt, pair.source_name)
+            writer.check(pair.prompt)
         except ValueError as error:
             failures.append(Failure(pair.id, str(error)))
         else:
             writable.append(pair)
-    written = writer.write(
-        [(pair.source, pair.prompt) for pair in writable],
-        sources=[pair.source_name for pair in writable],
-    )
+    written = writer.write([(pair.source, pair.prompt) for pair in writable])
     utterances = [
         ScoredUtterance(
             id=pair.id,
@@ -205,7 +198,7 @@ def shard(cuts: Iterable[Cut], rank: int, world_size: int) -> list[Cut]:
 
 def _search(method: str, config: DecodingConfig) -> str:
     width = "greedy" if config.beam == 1 else f"beam {config.beam}"
-    models = (config.lm, config.second_lm, config.corrector)
+    models = (config.lm, config.second_lm)
     return f"{method}, {width}{', language model' if any(models) else ''}"
 
 
@@ -213,40 +206,3 @@ def _group(prompt: Prompt) -> str:
     if prompt.source == prompt.target:
         return prompt.source
     return f"{prompt.source}->{prompt.target}"
-
-
-def correction_pairs(
-    model: ASRModel,
-    tokenizer: Tokenizer,
-    cuts: Iterable[Cut],
-    config: DecodingConfig,
-    on_result: Callable[[Result], None] | None = None,
-    source_name: str | None = None,
-) -> Iterator[dict[str, Any] | Failure]:
-    """Yield the lines of a manifest of text pairs, which `effasr.data.manifest.pairs` reads.
-
-    ``source_text`` is the list of an utterance, of the ``config.nbest`` best texts, and ``text``
-    its reference. Both are of the language of the text, so that the task is to transcribe. An
-    utterance that was not transcribed, whose texts are all empty, or whose reference is, gives a
-    failure. ``source_name`` becomes the ``source`` of each line.
-    """
-    recognizer = Recognizer(model, tokenizer, config)
-    for reference, prompt, result in transcribe_cuts(recognizer, cuts, on_result, must_score=False):
-        if isinstance(result, Failure):
-            yield result
-            continue
-        source, text = joined_texts(result.alternatives), reference.strip()
-        if not source or not text:
-            empty = "its reference" if source else "every text of its list"
-            yield Failure(result.id, f"no pair: {empty} is empty")
-            continue
-        target = text_prompt(prompt)
-        yield {
-            "id": result.id,
-            SOURCE_TEXT: source,
-            "text": text,
-            "source_lang": target.source,
-            "target_lang": target.target,
-            "pnc": target.punctuation,
-            **({} if source_name is None else {SOURCE_NAME: source_name}),
-        }

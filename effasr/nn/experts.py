@@ -25,7 +25,7 @@ from effasr.nn.stack import is_recomputing
 from effasr_kernels import PackedLayout, PackedSequence, bias_activation_dropout, grouped_linear
 from effasr_kernels.shared.cpu.linear import linear
 
-Route = Literal["task", "language", "source", "learned"]
+Route = Literal["task", "language", "learned"]
 _ROUTES = get_args(Route)
 
 
@@ -41,9 +41,8 @@ class ExpertsConfig:
     Attributes:
         count: Number of experts.
         route: How a row chooses. ``task``: all rows of an utterance use the expert that bears the
-            name of its task, transcribe or translate; ``language``: that of its source language;
-            ``source``: that of what a text pair comes from, as its manifest line says in the field
-            ``source``. ``learned``: a router of each network chooses for each row by its content.
+            name of its task, transcribe or translate; ``language``: that of its source language.
+            ``learned``: a router of each network chooses for each row by its content.
         names: Unless ``learned``: the name of each expert, in order, such as ``de``.
         top_k: For ``learned``: experts of a row. With 1 the expert's output is multiplied by its
             probability (Switch Transformer); with more they are added with their probabilities,
@@ -70,7 +69,7 @@ class ExpertsConfig:
             check(value >= 0, name, "be at least 0", value)
         if self.is_learned:
             rule, remedy = "be empty where a router chooses", "leave it out, or set `route` to task"
-            check(not self.names, "names", rule, self.names, f"{remedy} or source")
+            check(not self.names, "names", rule, self.names, f"{remedy} or language")
             return
         different = len(self.names) == len(set(self.names)) == self.count
         rule = f"be {self.count} different names, one for each expert"
@@ -84,21 +83,14 @@ class ExpertsConfig:
     def is_learned(self) -> bool:
         return self.route == "learned"
 
-    def number_of(self, prompt: Prompt, source: str | None = None) -> int:
+    def number_of(self, prompt: Prompt) -> int:
         """The number of the expert that is named for an utterance or a text pair."""
-        names = {"task": prompt.task, "language": prompt.source, "source": source}
-        name = names[self.route]
+        name = prompt.task if self.route == "task" else prompt.source
         if name in self.names:
             return self.names.index(name)
-        listed = f"one of {', '.join(self.names)}, which `experts.names` lists"
-        if name is None:
-            raise ValueError(
-                f"the source of an utterance must be {listed}, but is not given: only lines of "
-                "text pairs have a `source`. The route language chooses by `source_lang`."
-            )
         raise ValueError(
-            f"the {self.route} of an utterance must be {listed}, but is {name!r}: use one of "
-            "these, or train an expert for it."
+            f"the {self.route} of an utterance must be one of {', '.join(self.names)}, which "
+            f"`experts.names` lists, but is {name!r}: use one of these, or train an expert for it."
         )
 
 

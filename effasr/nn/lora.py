@@ -94,7 +94,7 @@ class LanguageAdapters:
     languages: tuple[str, ...]
     route = "language"
 
-    def number_of(self, prompt: Prompt, source: str | None = None) -> int:
+    def number_of(self, prompt: Prompt) -> int:
         """The number of the adapter for an utterance, see `effasr.data.batch.Batch.expert`."""
         rule = f"be named for a model with adapters by language ({', '.join(self.languages)})"
         check(prompt.source != AUTO, "language", rule, AUTO, "name `lang`, or give `--language`")

@@ -213,6 +213,6 @@ def _check_experts(config: ModelConfig, members: Sequence[TextPair]) -> None:
         return
     for pair in members:
         try:
-            experts.number_of(pair.prompt, pair.source_name)
+            experts.number_of(pair.prompt)
         except ValueError as error:
             raise ValueError(f"{pair.origin}: {error}") from error

@@ -65,7 +65,6 @@ from effasr.transcription.results import (
     confidence,
     word_confidences,
 )
-from effasr.transcription.second_pass.corrector import load_corrector
 from effasr.transcription.second_pass.rescore import load_second_pass
 from effasr.transcription.word_timestamps import Word, split_text, word_timestamps, words_of_parts
 
@@ -116,7 +115,6 @@ class Recognizer:
         self._boost = load_boost(self.config, model, tokenizer)
         self._calibration = load_calibration(self.config.calibration, self.method)
         self._second = load_second_pass(self.config, device)
-        self._corrector = load_corrector(self.config, device)
         self._cpu_weights: OneDNNWeights | None = None
 
     def prompt(self, prompt: Prompt) -> list[int]:
@@ -227,7 +225,7 @@ class Recognizer:
     ) -> Iterator[Result]:
         """Transcribe recordings, in order, with a bounded amount of audio in memory.
 
-        With a second language model or a corrector, results come some recordings later.
+        With a second language model, results come some recordings later.
 
         Streams are read, decoded and dropped chunk by chunk. The model is in evaluation mode while
         it decodes, and in its former mode when a result is yielded. A recording that cannot be
@@ -235,9 +233,7 @@ class Recognizer:
         `Failure`; the others go on. An interruption ends the results with what is decoded.
         """
         results = self._results(requests, on_audio, interruption or Interruption())
-        if self._second is not None:
-            results = self._second.results(results)
-        return results if self._corrector is None else self._corrector.results(results)
+        return results if self._second is None else self._second.results(results)
 
     @property
     def frame_seconds(self) -> float:

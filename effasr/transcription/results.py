@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from effasr.data.prompt import Prompt
@@ -96,17 +96,6 @@ def word_confidences(
     return tuple(words)
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """What a corrector wrote in place of the text of a segment."""
-
-    recognized: str
-    written: str
-    # Log-probability of ``written`` by the corrector minus that of ``recognized``, in nats. The
-    # segment has the written text if it exceeds the margin.
-    gain: float
-
-
 Fallback = Literal["repetition", "low_likelihood", "no_speech"]
 """Why a segment was decoded again by another search, or has no text."""
 
@@ -119,11 +108,9 @@ class Segment:
     truncated: bool = False  # whether the decoder reached its limit: it probably repeated itself
     words: tuple[Word, ...] | None = ()  # words with times, if requested
     score: Score | None = None  # score of the text, if requested
-    # The best texts of the search, this one first unless it was corrected, if requested.
+    # The best texts of the search, this one first, if requested.
     alternatives: tuple[Alternative, ...] = ()
     word_confidences: tuple[WordConfidence, ...] | None = ()  # words with confidences, if requested
-    # What a corrector wrote, if that is not the text of the search.
-    correction: Correction | None = None
     channel: int | None = None  # channel that was transcribed alone, from 0
     fallback: Fallback | None = None  # why the text is not that of the search
 
@@ -160,8 +147,6 @@ class Segment:
             row["confidence"] = self.confidence
         if self.alternatives:
             row["alternatives"] = [alternative.as_row() for alternative in self.alternatives]
-        if self.correction is not None:
-            row["correction"] = asdict(self.correction)
         if self.word_confidences is None:
             row |= {"mean_word_confidence": None, "word_confidences": None}
         elif self.word_confidences:

@@ -177,6 +177,7 @@ def _load(source: Source, sample_rate: int) -> np.ndarray | AudioStream:
         offset=source.offset,
         duration=source.duration,
         channels=source.channels if source.channel is None else (source.channel,),
+        recorded=source.recorded,
         track=source.track,
     )
 

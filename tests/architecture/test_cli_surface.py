@@ -39,7 +39,6 @@ PROMPT = ["--language LANG", "--target-language LANG", "--punctuation --no-punct
 LONG_FORM = ["--long-form {chunked,sequential}", "--previous-text --no-previous-text"]
 BOOST = ["--boost FILE", "--boost-weight W"]
 SECOND_PASS = ["--second-lm LM", "--second-lm-weight W", "--second-word-bonus B"]
-CORRECTOR = ["--corrector RUN", "--corrector-margin M", "--corrector-source NAME"]
 SURFACE = {
     "prepare": [
         "SOURCE", "OUT", "--tokenizer FOLDER", "--language LANG", "--language-map MAP",
@@ -78,12 +77,12 @@ SURFACE = {
     "evaluate": [
         *RUN, *MANIFEST, *MODEL, *PROMPT, "--normalizer NORMALIZER",
         "--output FOLDER", "--worst N", *DECODING, *LONG_FORM, *BOOST, "--nbest N",
-        *SECOND_PASS, *CORRECTOR,
+        *SECOND_PASS,
         "--confidence", "--calibration FILE",
     ],
     "tune": [
         "RUN", *MODEL, "DEV", "--output FILE.yaml", *PROMPT, "--normalizer NORMALIZER",
-        *DECODING, "--nbest N", *SECOND_PASS, *CORRECTOR,
+        *DECODING, "--nbest N", *SECOND_PASS,
     ],
     "compare": ["RUN...", "--normalizer NORMALIZER", "--set NAME"],
     "report": ["RUN_OR_DATA", "OUT.html", "--tokenizer FOLDER", "--language LANG"],
@@ -94,15 +93,11 @@ SURFACE = {
         "--output FOLDER", "--continue", "--stream", "--sample-rate HZ", "--channels N",
         "--encoding {s16le,f32le}", "--latency S", *DECODING, *LONG_FORM, *BOOST,
         "--nbest N",
-        *SECOND_PASS, *CORRECTOR,
+        *SECOND_PASS,
         "--confidence", "--calibration FILE",
     ],
     "label": [
         "RUN", "AUDIO", "OUT", "--min-confidence C", "--language LANG", *DECODING, *BOOST,
-    ],
-    "make-correction-data": [
-        "RUN", "MANIFEST", "OUT.jsonl", *PROMPT, "--source NAME", *DECODING,
-        "--nbest N", *SECOND_PASS,
     ],
     "chat": [
         *RUN, "QUESTION", "--audio FILE", "--system TEXT", "--manifest FILE", "--beam N",

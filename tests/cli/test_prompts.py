@@ -41,7 +41,6 @@ COMMANDS = {
     "transcribe": ("transcribe", "--run", "{run}", "--manifest", "{manifest}"),
     "evaluate": ("evaluate", "--run", "{run}", "--manifest", "{manifest}", "--output", "{out}"),
     "label": ("label", "{run}", "{manifest}", "{out}"),
-    "make-correction-data": ("make-correction-data", "{run}", "{manifest}", "{out}"),
 }
 
 
@@ -65,9 +64,7 @@ def test_a_missing_field_is_as_trained(
         assert asked == {Prompt(punctuation=punctuation)}
 
 
-@pytest.mark.parametrize(
-    "name", ["prepare", "train", "transcribe", "evaluate", "make-correction-data"]
-)
+@pytest.mark.parametrize("name", ["prepare", "train", "transcribe", "evaluate"])
 def test_lines_that_name_no_language_are_counted(
     effasr, train, model, manifest, monkeypatch, caplog, tmp_path, name
 ):

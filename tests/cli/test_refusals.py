@@ -68,7 +68,7 @@ PLAN = [
     ("--manifest {dev} --picture p.png", "must be a file that ends in .svg, but is 'p.png'"),
     ("--manifest {dev} --picture gone/p.svg", "`--picture` must be in a folder that exists"),
     ("--manifest {dev} --dropped d.txt", "`--dropped` must be a file that ends in .jsonl"),
-    ("--recipe corrector", "batches of text alone are not planned"),
+    ("--recipe {alone}", "batches of text alone are not planned"),
     ("{dev} --tflops 3", "`--tflops` must be given with `--what-if`, but is 3."),
     ("{dev} --what-if --strategy all", "`--strategy` must be left out with `--what-if`"),
     ("{dev} --what-if --calibration {other}", "must be a file of `effasr calibrate`"),
@@ -146,7 +146,7 @@ TRANSCRIBE = [
     ("--stream --latency 0.1", "`--latency` must be at least 1 s with a model that"),
     ("--stream --latency soon", "must be seconds above 0, such as 480ms or 0.48, but is 'soon'"),
     ("--stream --sample-rate 10", "`sample_rate` must be from 1000"),
-    ("--stream --beam 4 --corrector {run}", "`--corrector` must be left out with `--stream`"),
+    ("--stream --beam 4 --second-lm {run}", "`--second-lm` must be left out with `--stream`"),
     *((f"x.wav --device {device}", "`device` must be auto, cpu or") for device in WRONG_DEVICES),
     ("{wav} --device cuda", NO_GPU),
 ]
@@ -218,6 +218,8 @@ def places(workplace, tmp_path) -> dict[str, str]:
         ),
         "bytes.yaml": "\udcff\udcfe",
         "number.yaml": "data: 3",
+        "alone.yaml": "name: alone\nmodel: {ctc: false, decoder: {}, text_encoder: {}}\n"
+        f"data: {{text_share: 1, train: {tmp_path}/pairs.jsonl}}\n",
         "other.json": '{"frame_budget": 3}',
     }
     for name, text in files.items():

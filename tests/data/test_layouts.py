@@ -19,6 +19,9 @@ from effasr.data.audio.waveform import AudioError, load_audio
 from effasr.data.manifest.cuts import prompt_of
 from effasr.data.manifest.prepare import parse_clean, prepare
 from effasr.data.manifest.reader import read
+from effasr.data.prompt import Prompt
+from effasr.transcription.inputs.sources import of_manifest
+from effasr.transcription.transcribe import _load as load
 from tests.support.corpora import read_lines, write_lines, write_tone
 
 RATE = 16_000
@@ -226,8 +229,10 @@ def test_a_file_is_as_long_as_its_cut_says(tmp_path, tones) -> None:
     assert all(message in row["details"] for row in dropped)
     if not dropped:  # training does not open the files of a prepared folder before it reads them
         talk(tmp_path / "r.wav", 300, 300, 400, 500, 600)
-        with pytest.raises(AudioError, match=r"holds 5 s, and its cut was made when it had fewer"):
-            load_audio(selected[0])
+        (source,) = of_manifest(tmp_path / "prepared", prompt=Prompt())
+        for reading in (lambda: load_audio(selected[0]), lambda: load(source, RATE)):
+            with pytest.raises(AudioError, match="holds 5 s, and its cut was made when it had few"):
+                reading()
 
 
 NAMES = ["na\u00efve caf\u00e9.wav", "sub/a.wav", "b.wav", "c d.wav"]

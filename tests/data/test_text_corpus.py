@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,9 +196,13 @@ def test_the_first_line_tells_what_a_manifest_is(manifest, nemo, tmp_path):
     assert next(pairs(tmp_path / "other.jsonl")).text == "zero"
 
 
-def test_the_source_of_a_line_chooses_the_expert(tmp_path, bilingual):
-    named = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
-    rows = [row(n, 2) | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n in range(6)]
+def test_the_language_of_a_line_chooses_the_expert(tmp_path, bilingual):
+    named = ExpertsConfig(count=2, route="language", names=("en", "de"))
+    languages = ("de", "en", "de")
+    rows = [row(n, 2) | {"source_lang": languages[n % 3]} for n in range(6)]
+    for line in rows:
+        if line["source_lang"] == "en":
+            line["source_text"] = line["text"]
     corpus = load(write_lines(tmp_path / "named.jsonl", rows), bilingual)
     assert corpus.batch(np.arange(3)).expert is None
     told = corpus.with_experts(named.number_of)
@@ -206,10 +211,7 @@ def test_the_source_of_a_line_chooses_the_expert(tmp_path, bilingual):
     assert nothing.expert is not None
     assert batch.expert[:5].tolist() == [1, 0, 1, 1, 0]
     assert batch.expert.shape == nothing.expert.shape == (corpus.shape.max_sequences,)
-    # A resumed run notices another source of the same texts.
-    others = write_lines(tmp_path / "others.jsonl", [x | {"source": "ctc"} for x in rows])
-    assert load(others, bilingual).fingerprint != corpus.fingerprint
     assert corpus.prompt == Prompt("de", "en", "translate")
-    unnamed = load(write_lines(tmp_path / "unnamed.jsonl", [row(0, 2)]), bilingual)
-    with pytest.raises(ValueError, match=r"source of an utterance must be one of rnnt, ctc.*not"):
-        unnamed.with_experts(named.number_of)
+    english = replace(named, count=1, names=("en",))
+    with pytest.raises(ValueError, match=r"language of an utterance must be one of en,.*'de'"):
+        corpus.with_experts(english.number_of)

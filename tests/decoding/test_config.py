@@ -46,7 +46,6 @@ LISTED = {"beam": 2, "nbest": 2}
         ({"no_speech": 1.5}, "`no_speech` must be from 0 to 1, but is 1.5"),
         ({"fallback_confidence": 1.5}, "`fallback_confidence` must be from 0 to 1, .* but is 1.5"),
         ({"fallback_confidence": 0.1, "fallback": False}, "left out where `fallback` is false"),
-        (LISTED | {"second_lm": LM, "no_speech": 0.5}, "`no_speech` must be left out with `sec"),
         ({"temperature": -0.1}, "`temperature` must be 0 with a beam, and at least 0, but is -0.1"),
         ({"timestamps": True, "lm": LM}, "`lm` must be left out with `timestamps`"),
         (
@@ -59,14 +58,7 @@ LISTED = {"beam": 2, "nbest": 2}
         ({"second_lm_weight": 0.5}, "`second_lm_weight` must be left out"),
         (LISTED | {"second_lm": LM, "words": True}, "`words` must be false with `second_lm`"),
         (LISTED | {"second_lm": LM, "second_lm_weight": -1.0}, "`second_lm_weight` must be at l"),
-        ({"corrector": LM}, "`nbest` must be at least 2 with `corrector`"),
-        ({"corrector_margin": 0.5}, "`corrector_margin` must be left out"),
-        ({"corrector_source": "ctc"}, "`corrector_source` must be left out where there is no"),
-        (LISTED | {"corrector": LM, "confidence": True}, "`confidence` must be false with `corr"),
-        (
-            LISTED | {"corrector": LM, "corrector_margin": NAN},
-            "`corrector_margin` must be at",
-        ),
+        (LISTED | {"second_lm": LM, "no_speech": 0.5}, "`no_speech` must be left out with `sec"),
     ],
 )
 def test_options_that_cannot_be(options, message) -> None:

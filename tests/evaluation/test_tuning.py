@@ -18,7 +18,7 @@ from effasr.evaluation.tuning.decoding_file import write_decoding
 from effasr.evaluation.tuning.tune import tune
 from effasr.evaluation.tuning.weights import GRIDS, NBestLists, Weights, best_weights, tunable
 from effasr.evaluation.wer import count_errors
-from effasr.transcription.results import Alternative, Correction, Segment, Transcription
+from effasr.transcription.results import Alternative, Segment, Transcription
 from tests.support.recognition import write_set
 
 SECOND = DecodingConfig(beam=4, nbest=4, second_lm=Path("lm"))
@@ -146,30 +146,6 @@ def test_only_weights_with_an_effect_are_tuned(model, tdt_model):
         tunable(tdt_model, DecodingConfig(beam=4), "transducer")
 
 
-def test_the_margin_of_a_corrector_is_found():
-    """The corrector is right where it is sure, and wrong where it is not."""
-    config = DecodingConfig(beam=2, nbest=2, corrector=Path("runs/corrector"))
-    draw, utterances = np.random.default_rng(0), []
-    for number in range(120):
-        gain = float(draw.uniform(0.1, 10))
-        right, wrong = "a b c", "a b d"
-        read, written = (wrong, right) if gain > 3 else (right, wrong)
-        listed = (Alternative(read, -1.0, -1.0), Alternative(written, -2.0, -2.0))
-        correction = Correction(read, written, gain)
-        # The third recording is one that the corrector leaves alone.
-        segment = Segment(0.0, 1.0, written, alternatives=listed, correction=correction)
-        if number == 2:
-            segment = Segment(0.0, 1.0, right, alternatives=listed)
-        utterances.append((right, Transcription(str(number), 1.0, "", (segment,))))
-    start = Weights.from_config(config, "attention")
-    lists = NBestLists(utterances, config, start, [count_errors] * len(utterances))
-    assert sum(lists.word_errors(start)) > 5
-    result = best_weights(lists, start, {"corrector_margin": GRIDS["corrector_margin"]})
-    assert result.corrector_margin == 3.0
-    assert sum(lists.word_errors(result)) == 0
-    assert sum(lists.word_errors(replace(start, corrector_margin=1000.0))) > 50
-
-
 def parsed(*words: str) -> DecodingConfig:
     return decoding_config(build_parser().parse_args(["evaluate", "--run", "r", *words]))
 
@@ -179,7 +155,6 @@ def test_options_of_a_file_are_those_of_the_command_line(tmp_path):
     options = ["--manifest", "m", "--beam", "6", "--method", "attention", "--ctc-weight", "0.4"]
     options += ["--lm", str(lm), "--lm-weight", "0.2", "--second-lm", str(tmp_path / "b")]
     options += ["--second-lm-weight", "0.5", "--second-word-bonus", "1"]
-    options += ["--corrector", str(tmp_path / "c"), "--corrector-margin", "1.5"]
     config, path = parsed(*options), tmp_path / "new" / "decoding.yaml"
     write_decoding(path, config, "tuned on a\nset")
     assert path.read_text().startswith("# tuned on a\\nset\n")
@@ -190,7 +165,7 @@ def test_options_of_a_file_are_those_of_the_command_line(tmp_path):
     )
     other = parsed(*again, "--lm", "other.arpa")
     assert (other.lm, other.lm_weight) == (Path("other.arpa"), None)
-    assert parsed(*again, "--corrector", "other").corrector_margin is None
+    assert parsed(*again, "--second-lm", "other").second_lm_weight is None
     assert parsed(*again, "--lm", os.path.relpath(lm)).lm_weight == 0.2
     path.write_text("beams: 4\n")
     with pytest.raises(ValueError, match=r"unknown field.*did you mean `beam`"):

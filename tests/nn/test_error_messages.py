@@ -17,11 +17,10 @@ from tests.nn.test_lora import Block
 from tests.support.speech_llm import speech_llm
 
 NAMED = ExpertsConfig(count=3, route="language", names=("de", "en", "fr"))
-SOURCES = ExpertsConfig(count=2, route="source", names=("ctc", "rnnt"))
 CONFIGURATIONS: list[tuple[type, dict[str, Any], str]] = [
     (
         *(ExpertsConfig, {"route": "name"}),
-        "`route` must be one of task, language, source, learned, but is 'n",
+        "`route` must be one of task, language, learned, but is 'n",
     ),
     (ExpertsConfig, {"count": 0}, "`count` must be at least 1, but is 0"),
     (ExpertsConfig, {"count": 2, "top_k": 3}, "`top_k` must be in 1 to count = 2, but is 3"),
@@ -61,13 +60,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: NAMED.number_of(Prompt("nl", "nl")),
         "language of an utterance must be one of de, en, fr.*'nl'",
-    ),
-    *(
-        (
-            lambda source=source: SOURCES.number_of(Prompt("nl", "nl"), source),
-            f"source of an .* one of ctc, rnnt, .* {message}",
-        )
-        for source, message in (("d", "is 'd': use one of these"), (None, "not given: only lines"))
     ),
 ]
 

@@ -154,5 +154,3 @@ def test_a_name_chooses_the_expert():
     tasks = ExpertsConfig(count=2, route="task", names=("translate", "transcribe"))
     assert tasks.number_of(Prompt("nl", "nl")) == 1
     assert tasks.number_of(Prompt("nl", "en", "translate")) == 0
-    sources = ExpertsConfig(count=2, route="source", names=("ctc", "rnnt"))
-    assert sources.number_of(Prompt("nl", "nl"), "rnnt") == 1

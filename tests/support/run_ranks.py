@@ -96,6 +96,7 @@ def check_ranks(*functions: Callable[..., Any], **options: Any) -> list[Finished
         for n, done in failed.items()
     )
     for done in results:
+        assert "Warning" not in done.stderr, done.stderr[-3000:]
         assert done.stdout.splitlines()[-1] == json.dumps([f.__name__ for f in functions])
     return results
 

@@ -2,12 +2,16 @@
 
 import os
 import signal
+import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from effasr.training.fault_tolerance.stop import SIGNALS
+from effasr.distributed.process_group import DistributedContext
+from effasr.training.fault_tolerance.stop import SIGNALS, StopInterrupt, StopRequest, listening
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.trainer import run
 from tests.support.preloaded import ROOT, Preloaded
@@ -120,3 +124,39 @@ def test_a_signal_in_another_command_leaves_what_was_there(
     assert process.returncode == (130 if number == signal.SIGINT else -number), out_and_error
     assert [path.name for path in out.iterdir()] == ["README.md"]
     assert (out / "README.md").read_text() == "earlier\n"
+
+
+@pytest.fixture
+def context():
+    """A rank whose store takes a while to answer whether another rank was asked to stop."""
+    told = threading.Event()
+    store = SimpleNamespace(set=lambda *_: told.set())
+    store.check = lambda _: told.is_set() or told.wait(0.5)
+    store.clone = lambda: store
+    return DistributedContext(0, 1, torch.device("cpu"), store=store)  # type: ignore[arg-type]
+
+
+def test_a_request_of_another_rank_is_no_signal_after_the_phase(context):
+    late = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: late.append(number))
+    try:
+        with listening() as stop, stop.interrupting(context):
+            time.sleep(0.4)
+        context.store.set("stop", "")
+        time.sleep(0.5)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not late
+
+
+def test_a_signal_at_the_beginning_of_a_phase_ends_it(context, monkeypatch):
+    with listening() as stop:
+        monkeypatch.setattr(threading.Thread, "start", lambda _: stop.note(signal.SIGUSR1))
+        with pytest.raises(StopInterrupt), stop.interrupting(context):
+            pytest.fail("began")
+
+
+def test_a_rank_whose_peer_has_left_on_a_request_stops(context):
+    context.store.set("stop", "")
+    with pytest.raises(StopInterrupt), StopRequest().interrupting(context):
+        raise RuntimeError("Connection closed by peer")

@@ -109,6 +109,14 @@ def test_a_step_is_the_same_on_any_number_of_ranks(make_with_text, sizes):
     assert len(shapes) == 2
 
 
+def test_another_plan_of_texts_is_another_fingerprint(make_with_text):
+    config = make_with_text()
+    corpus = load_corpus(config, find_tokenizer(config, None), None)
+    wide = replace(corpus.text.shape, frame_budget=2 * corpus.text.shape.frame_budget)
+    both = corpus, replace(corpus, text=replace(corpus.text, shape=wide))
+    assert len({Loader(each, config.data, seed=3).fingerprint(0) for each in both}) == 2
+
+
 def test_a_run_of_text_alone_validates(make_text_alone, pairs, tmp_path, capsys):
     training = {"max_steps": 8, "validate_every": 8, "freeze": ("encoder",)}
     assert run(make_text_alone(training=training)) == 0
@@ -134,16 +142,19 @@ def test_a_run_of_text_alone_validates(make_text_alone, pairs, tmp_path, capsys)
         assert f"`{field}` must be left out for text pairs" in capsys.readouterr().err
 
 
-def test_a_run_with_an_expert_for_each_source(make_text_alone, pairs, model_config, tmp_path):
+def test_a_run_of_text_with_an_expert_for_each_language(
+    make_text_alone, pairs, model_config, tmp_path
+):
     rows = [json.loads(line) for line in (pairs / "pairs.jsonl").read_text().splitlines()]
-    named = [row | {"source": ("ctc", "rnnt", "ctc")[n % 3]} for n, row in enumerate(rows)]
+    for row in rows[::3]:
+        row.update(source_lang="en", source_text=row["text"])
     manifest = tmp_path / "named.jsonl"
-    manifest.write_text("".join(json.dumps(row) + "\n" for row in named))
-    experts = ExpertsConfig(count=2, route="source", names=("rnnt", "ctc"))
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    experts = ExpertsConfig(count=2, route="language", names=("en", "de"))
     decoder = replace(model_config.decoder, experts=experts)
     text = replace(TEXT_ENCODER, experts=experts)
     model = replace(model_config, text_encoder=text, decoder=decoder, ctc=False)
-    data = {"train": str(manifest), "validation": str(manifest)}
+    data = {"train": str(manifest), "validation": str(pairs / "pairs.jsonl")}
     training = {"max_steps": 4, "log_every": 4, "validate_every": 4}
     assert run(make_text_alone(model=model, data=data, training=training)) == 0
     (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -156,11 +167,13 @@ def test_a_run_with_an_expert_for_each_source(make_text_alone, pairs, model_conf
     # Translations alone choose the best checkpoint by BLEU.
     state = tmp_path / "run" / "checkpoints" / "step_00000004" / "training.pt"
     assert torch.load(state, weights_only=True)["best"] == validated["bleu"]
-    unnamed = make_text_alone(model=model, data={"train": str(manifest)}, name="unnamed")
-    # The first of the pairs to validate on that has no source.
-    with pytest.raises(
-        ValueError, match=r"pairs.jsonl:1: the source of an utterance must be .* not"
-    ):
+    english = replace(experts, count=1, names=("en",))
+    text, decoder = (replace(stack, experts=english) for stack in (text, decoder))
+    model = replace(model, text_encoder=text, decoder=decoder)
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows[::3]))
+    # The first of the pairs to validate on has no expert.
+    unnamed = make_text_alone(model=model, data=data, name="unnamed")
+    with pytest.raises(ValueError, match=r"pairs.jsonl:1: the language of an utterance must be .*"):
         run(unnamed)
 
 

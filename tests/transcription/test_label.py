@@ -189,11 +189,10 @@ def test_refusals(label, tmp_path) -> None:
     (tmp_path / "other/file").touch()
     assert label(out="other").code == 2
     path = tmp_path / "decoding.yaml"
-    for name in ("second_lm", "corrector"):
-        path.write_text(f"beam: 8\n{name}: {tmp_path / 'lm'}\n")
-        message = label("--decoding", path).error
-        assert f"`{name}` in `--decoding` must be left out for labels" in message
-        assert f"remove it from {path}" in message
+    path.write_text(f"beam: 8\nsecond_lm: {tmp_path / 'lm'}\n")
+    message = label("--decoding", path).error
+    assert "`second_lm` in `--decoding` must be left out for labels" in message
+    assert f"remove it from {path}" in message
 
 
 def test_failures_are_listed_and_manifests_may_lack_texts(label, recordings, tmp_path) -> None:

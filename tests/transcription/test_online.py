@@ -534,7 +534,7 @@ def test_the_configuration_chooses_the_search(streaming_model, tokenizer) -> Non
         (model, {"lm": lm}, "`beam` must be at least 2 for CTC with the language model words.arpa"),
         (rnnt, {"lm": lm, "beam": 2}, "`lm` must be left out for the method transducer"),
         (model, {"confidence": True}, "`confidence` must be left out for a stream"),
-        (model, {"corrector": lm, "beam": 2, "nbest": 2}, "`corrector` must be left out for a st"),
+        (model, {"second_lm": lm, "beam": 2, "nbest": 2}, "`second_lm` must be left out for a st"),
         (model, {"length_penalty": 1.0}, "`length_penalty` must be left out for the method ctc"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -77,13 +77,12 @@ def run(options: argparse.Namespace) -> int:
     remedy = "choose a name without .jsonl"
     check(Path(options.out).suffix != ".jsonl", "OUT", rule, options.out, remedy)
     config = decoding_config(options)
-    for name in ("second_lm", "corrector"):
-        if (value := getattr(config, name)) is not None:
-            raise ValueError(
-                f"`{name}` in `--decoding` must be left out for labels, because it may choose "
-                f"another text than that with the confidence, but is {value}: remove it from "
-                f"{options.decoding}, with its weights."
-            )
+    if config.second_lm is not None:
+        raise ValueError(
+            "`second_lm` in `--decoding` must be left out for labels, because it may choose "
+            f"another text than that with the confidence, but is {config.second_lm}: remove it "
+            f"from {options.decoding}, with its weights."
+        )
     config = replace(config, confidence=True)
     loaded, (directory,) = load_run(options.run, None, choose_device(options.device))
     default = loaded.prompt.stating(options.language)

@@ -1,7 +1,6 @@
 """Text pairs of a run, for text-only micro-batches."""
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,8 +57,8 @@ class TextCorpus(BaseCorpus):
     _read: Ragged
     _written: Ragged
     _prompt_lengths: np.ndarray
-    _requests: tuple[tuple[Prompt, str | None], ...]
-    _request_ids: np.ndarray
+    _prompts: tuple[Prompt, ...]
+    _prompt_ids: np.ndarray
     aligned: bool = False  # whether CTC and the transducer learn from the sources
 
     @classmethod
@@ -170,10 +169,10 @@ class TextCorpus(BaseCorpus):
         batch = collate_text(examples, shape or self.shape, **options)
         return batch if self.experts is None else with_experts(batch)
 
-    def with_experts(self, number: Callable[[Prompt, str | None], int]) -> "TextCorpus":
-        """Return the same pairs, with the expert of each by its prompt and what it comes from."""
-        by_request = np.array([number(*request) for request in self._requests], dtype=np.int64)
-        return replace(self, experts=by_request[self._request_ids])
+    def with_experts(self, number: Callable[[Prompt], int]) -> "TextCorpus":
+        """Return the same pairs, with the expert of each by its prompt."""
+        by_prompt = np.array([number(prompt) for prompt in self._prompts], dtype=np.int64)
+        return replace(self, experts=by_prompt[self._prompt_ids])
 
     def plan(
         self,
@@ -274,8 +273,8 @@ class _TextIndexBuilder:
         self.ids, self.read, self.written = (RaggedBuilder(code) for code in "Bii")
         self.prompt_lengths = array("i")
         self.sources = array("H")
-        self.requests: dict[tuple[Prompt, str | None], int] = {}
-        self.request_ids = array("i")
+        self.prompts: dict[Prompt, int] = {}
+        self.prompt_ids = array("i")
 
     def add(self, pair: TextPair, source: int) -> None:
         try:
@@ -288,23 +287,14 @@ class _TextIndexBuilder:
         self.written.append(prompt + text)
         self.prompt_lengths.append(len(prompt))
         self.sources.append(source)
-        request = pair.prompt, pair.source_name
-        self.request_ids.append(self.requests.setdefault(request, len(self.requests)))
+        self.prompt_ids.append(self.prompts.setdefault(pair.prompt, len(self.prompts)))
 
     def corpus(self, mix: MixConfig, max_sequences: int | Literal["auto"] | None) -> TextCorpus:
         """Return the corpus; of its two budgets, one that is None fills along with the other."""
         read, written, sources = self.read.build(), self.written.build(), to_numpy(self.sources)
         lengths = UtteranceLengths(*(x.lengths.astype(np.int32) for x in (read, written)))
-        requests, ids = tuple(self.requests), to_numpy(self.request_ids)
-        prompts: Counter[Prompt] = Counter()
-        for (prompt, _), count in zip(requests, np.bincount(ids).tolist(), strict=True):
-            prompts[prompt] += count
+        prompts, ids = tuple(self.prompts), to_numpy(self.prompt_ids)
         hashed = [lengths.frames, lengths.tokens, sources, written.values, read.values]
-        names = [name for _, name in requests]
-        if any(names):
-            # They choose experts.
-            names_of_pairs = repr([names[index] for index in ids.tolist()]).encode()
-            hashed.append(np.frombuffer(names_of_pairs, np.uint8))
         shares = Mixture.of(mix, sources, lengths.frames, unit="tokens")
         return TextCorpus(
             lengths=lengths,
@@ -316,15 +306,15 @@ class _TextIndexBuilder:
             sources=sources,
             shares=shares,
             fingerprint=digest(hashed),
-            prompt=prompts.most_common(1)[0][0],
+            prompt=prompts[int(np.bincount(ids).argmax())],
             eos_id=self.tokenizer.eos_id,
             pad_id=self.tokenizer.pad_id,
             _ids=self.ids.build(),
             _read=read,
             _written=written,
             _prompt_lengths=to_numpy(self.prompt_lengths),
-            _requests=requests,
-            _request_ids=ids,
+            _prompts=prompts,
+            _prompt_ids=ids,
         )
 
     def _tokenize(self, pair: TextPair) -> tuple[list[int], list[int], list[int]]:

@@ -10,9 +10,6 @@ from effasr.data.prompt import Prompt
 
 SOURCE_TEXT = "source_text"  # the field that makes a line a text-only one
 
-SOURCE_NAME = "source"
-"""The field that names what a pair comes from, such as the model whose hypotheses it has."""
-
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
@@ -23,7 +20,6 @@ class TextPair:
     source: str  # the text to translate
     text: str
     prompt: Prompt
-    source_name: str | None = None  # what the pair comes from
 
 
 def is_text_only(path: str | Path) -> bool:
@@ -36,7 +32,7 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
     """Read a manifest of text pairs.
 
     Each line has ``source_text``, ``text`` (or ``target_text``), ``source_lang`` and
-    ``target_lang``; it may have ``id``, ``pnc`` and ``source``, the name of what it comes from.
+    ``target_lang``; it may have ``id`` and ``pnc``.
     """
     path = Path(path)
     for number, line in numbered_lines(path):
@@ -56,5 +52,4 @@ def pairs(path: str | Path) -> Iterator[TextPair]:
             source=spaced(row.string(SOURCE_TEXT)),
             text=spaced(row.string("target_text" if has_target else "text")),
             prompt=row.prompt(Prompt()),
-            source_name=row.optional_string(SOURCE_NAME),
         )

@@ -8,13 +8,13 @@ from typing import Any, get_type_hints
 
 from effasr.config import from_mapping
 from effasr.data.atomic_files import write_atomically
-from effasr.decoding.config import CORRECTOR, SEARCH, SECOND_PASS, DecodingConfig
+from effasr.decoding.config import SEARCH, SECOND_PASS, DecodingConfig
 from effasr.untrusted.display import escape_line
 from effasr.untrusted.documents import dump_yaml, read_yaml
 
 DECODING_FILE = "decoding.yaml"
 
-_NAMES = *SEARCH, *SECOND_PASS, *CORRECTOR
+_NAMES = *SEARCH, *SECOND_PASS
 # Fields of the file, in types of YAML, which has no paths.
 _TYPES = {
     name: str | None if hint == Path | None else hint | None
@@ -34,8 +34,8 @@ def read_decoding(path: str | Path, options: Mapping[str, Any]) -> dict[str, Any
         ) from error
     fields = {name: value for name, value in stored.items() if value is not None}
     chosen = {name: value for name, value in options.items() if value is not None}
-    # The other fields of each group hold for one language model or corrector alone.
-    for name, *weights in (("lm", "lm_unit", "lm_weight"), SECOND_PASS, CORRECTOR):
+    # The other fields of each group hold for one language model alone.
+    for name, *weights in (("lm", "lm_unit", "lm_weight"), SECOND_PASS):
         if name in fields:
             fields[name] = _absolute(fields[name])
         if name in chosen and _absolute(chosen[name]) != fields.get(name):

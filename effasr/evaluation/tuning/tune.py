@@ -98,14 +98,10 @@ def tune(
     alternative is scored by every part of the model and by the language models. Weights are then
     compared by the alternatives that they choose. For the weights of a second pass that is what
     decoding does, except that its context is of the texts that the given weights choose. For those
-    of the search it is an approximation: a search with them may find other alternatives. With a
-    corrector, its margin alone is chosen, for the other weights as they are given: exactly as
-    decoding does.
+    of the search it is an approximation: a search with them may find other alternatives.
     """
     get_normalizer(normalizer)  # an unknown name is the caller's error
-    # The margin of a corrector needs no parts of scores, which the search of the others divides.
-    divided = config.corrector is None
-    listed = replace(config, nbest=config.nbest or config.beam, score_parts=divided)
+    listed = replace(config, nbest=config.nbest or config.beam, score_parts=True)
     recognizer = Recognizer(model, tokenizer, listed)
     names = tunable(model, config, recognizer.method)
     failed, utterances, judges, tasks = [*failures], [], [], set()
@@ -152,6 +148,5 @@ def _judge(prompt: Prompt, normalizer: str) -> Callable[[str, str], Counts]:
 
 
 def _least(config: DecodingConfig) -> int | None:
-    """Return the lists that a configuration needs: those of a second pass or a corrector."""
-    is_read = config.second_lm is not None or config.corrector is not None
-    return config.nbest or config.beam if is_read else None
+    """Return the lists that a configuration needs: those of a second pass."""
+    return None if config.second_lm is None else config.nbest or config.beam

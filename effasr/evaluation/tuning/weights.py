@@ -1,18 +1,15 @@
 """The weights that combine scores, and the search for those with the fewest word errors."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import numpy as np
 
-from effasr.decoding.config import CORRECTOR_MARGIN, LM_WEIGHT, DecodingConfig
+from effasr.decoding.config import LM_WEIGHT, DecodingConfig
 from effasr.evaluation.bootstrap import Counts, chance_of_best, probability_of_improvement
 from effasr.model.asr import ASRModel
 from effasr.transcription.results import Segment, Transcription
-
-_CORRECTED, _RECOGNIZED = -1, -2  # choices between the text of a corrector and that of the search
 
 _COLUMNS = "model", "ctc", "lm", "symbols", "second", "words"
 
@@ -28,7 +25,6 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "length_penalty": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2),
     "second_lm_weight": (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0),
     "second_word_bonus": (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0),
-    "corrector_margin": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 1000.0),
 }
 
 
@@ -41,28 +37,24 @@ class Weights:
     length_penalty: float = 0.0
     second_lm_weight: float = LM_WEIGHT
     second_word_bonus: float = 0.0
-    corrector_margin: float = CORRECTOR_MARGIN
 
     @classmethod
     def from_config(cls, config: DecodingConfig, method: str) -> "Weights":
-        weights = cls(
+        second = config.second_lm_weight
+        return cls(
             ctc_weight=config.ctc_weight,
             lm_weight=config.effective_lm_weight,
             length_penalty=config.effective_length_penalty if method == "attention" else 0.0,
+            second_lm_weight=LM_WEIGHT if second is None else second,
             second_word_bonus=config.second_word_bonus or 0.0,
         )
-        chosen = {name: getattr(config, name) for name in ("second_lm_weight", "corrector_margin")}
-        return replace(weights, **{k: v for k, v in chosen.items() if v is not None})
 
 
 def tunable(model: ASRModel, config: DecodingConfig, method: str) -> tuple[str, ...]:
     """Return the names of the weights that have an effect on the choice.
 
-    With a second language model the length penalty has none: it ranks by scores. With a corrector
-    it is the margin alone, because what the corrector reads depends on the others.
+    With a second language model the length penalty has none: it ranks by scores.
     """
-    if config.corrector is not None:
-        return ("corrector_margin",)
     attends, second = method == "attention", config.second_lm is not None
     has_effect = {
         "ctc_weight": attends and model.config.ctc,
@@ -94,20 +86,13 @@ class NBestLists:
         self._references = [reference for reference, _ in utterances]
         self._results = [result for _, result in utterances]
         self._second = config.second_lm is not None
-        self._gains: np.ndarray | None = None
-        if config.corrector is not None:
-            segments = [segment for result in self._results for segment in result.segments]
-            corrections = [segment.correction for segment in segments]
-            gains = [-math.inf if item is None else item.gain for item in corrections]
-            self._gains = np.array(gains, dtype=np.float64)
         lists = [segment.alternatives for result in self._results for segment in result.segments]
         self.size = max(map(len, lists), default=0)
         shape = len(lists), self.size
         self._parts = {name: np.zeros(shape) for name in _COLUMNS}
         self._missing, self._unexplained = np.ones(shape, dtype=bool), np.zeros(shape)
         ranks = np.zeros(shape)
-        # A corrector replaces the text that the weights have chosen: these stay.
-        for row, alternatives in enumerate([] if self._gains is not None else lists):
+        for row, alternatives in enumerate(lists):
             for column, alternative in enumerate(alternatives):
                 self._missing[row, column] = False
                 ranks[row, column] = alternative.rank
@@ -142,10 +127,7 @@ class NBestLists:
         return scores / ((5 + parts["symbols"]) / 6) ** weights.length_penalty + self._unexplained
 
     def choices(self, weights: Weights) -> np.ndarray:
-        """Return each segment's best alternative, or `_CORRECTED` or `_RECOGNIZED`, int64."""
-        if self._gains is not None:
-            chosen = self._gains > weights.corrector_margin
-            return np.where(chosen, _CORRECTED, _RECOGNIZED)
+        """Return each segment's best alternative, int64."""
         if not self.size:
             return np.zeros(len(self._missing), dtype=np.int64)
         return np.where(self._missing, -np.inf, self._ranks(weights)).argmax(axis=1)
@@ -197,12 +179,7 @@ class NBestLists:
 
 
 def _text(segment: Segment, choice: int) -> str:
-    correction = segment.correction
-    if choice >= 0:
-        return segment.alternatives[choice].text if segment.alternatives else segment.text
-    if correction is None:
-        return segment.text
-    return correction.written if choice == _CORRECTED else correction.recognized
+    return segment.alternatives[choice].text if segment.alternatives else segment.text
 
 
 def _times(weight: float, values: np.ndarray) -> np.ndarray | float:

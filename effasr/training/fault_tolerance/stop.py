@@ -55,18 +55,19 @@ class StopRequest:
     @contextmanager
     def interrupting(self, context: DistributedContext) -> Iterator[None]:
         """Raise StopInterrupt in the block, within a second, when a rank is asked to stop."""
-        if self:
-            _tell(context)
-            raise StopInterrupt
         try:
             with self._watching(context):
                 self._interrupts = True
+                # Not before: a signal between the two would be noted, but interrupt nothing.
+                if self:
+                    self._interrupts = False
+                    raise StopInterrupt
                 yield
         except StopInterrupt:
             _tell(context)
             raise
         except RuntimeError as error:
-            if self:  # Another rank has left first.
+            if self or _is_told(context):  # Another rank has left first.
                 raise StopInterrupt from error
             raise
         finally:
@@ -75,28 +76,31 @@ class StopRequest:
     @contextmanager
     def _watching(self, context: DistributedContext) -> Iterator[None]:
         """Exchange requests with other ranks in the block, whatever the main thread does."""
-        done = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(context, done), daemon=True)
+        ended = threading.Lock()  # held from the end of the block on, and to send a signal before
+        watcher = threading.Thread(target=self._watch, args=(context, ended), daemon=True)
         if context.store is not None and self.wakeup is not None:
             watcher.start()
         try:
             yield
         finally:
-            done.set()
+            ended.acquire()
 
-    def _watch(self, context: DistributedContext, done: threading.Event) -> None:
+    def _watch(self, context: DistributedContext, ended: threading.Lock) -> None:
         """Tell other ranks of a signal, and turn the request of one into a signal to this one."""
         assert self.wakeup is not None
         # The store is gone with its process, or the block has ended meanwhile.
         with suppress(RuntimeError, OSError, ValueError):
             store = context.store.clone()  # type: ignore[union-attr]
-            while not done.is_set():
+            while not ended.locked():
                 readable, _, _ = select.select([self.wakeup], [], [], _POLL_S)
                 if readable and not {*SIGNALS, signal.SIGALRM}.isdisjoint(self.wakeup.recv(4096)):
                     store.set(_KEY, "")
                     return
                 if store.check([_KEY]):
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    # After the block nothing may be left that handles the signal.
+                    if ended.acquire(blocking=False):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        ended.release()
                     return
 
     def gather(self, context: DistributedContext, compute: Callable[[], T]) -> list[T]:
@@ -116,6 +120,12 @@ def _tell(context: DistributedContext) -> None:
     if context.store is not None:
         with suppress(RuntimeError):
             context.store.set(_KEY, "")
+
+
+def _is_told(context: DistributedContext) -> bool:
+    with suppress(RuntimeError):
+        return context.store is not None and context.store.check([_KEY])
+    return False
 
 
 @contextmanager

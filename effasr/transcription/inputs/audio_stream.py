@@ -1,5 +1,6 @@
 """Reading of recordings of any length in blocks of a few seconds."""
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ def open_stream(
     offset: float = 0.0,
     duration: float | None = None,
     channels: Sequence[int] | None = None,
+    recorded: float = math.inf,  # a file of more seconds is refused
     track: int = 0,
 ) -> AudioStream:
     """Open a file, or a part of it, as mono; by ffmpeg where soundfile cannot read it."""
@@ -49,7 +51,7 @@ def open_stream(
     try:
         if track and not isinstance(path, Embedded):
             raise UnknownFormat(AudioProblem.UNREADABLE, f"{path}: has track {track} by ffmpeg.")
-        file = open_part(path, offset, duration)
+        file = open_part(path, offset, duration, recorded)
     except UnknownFormat as error:
         if isinstance(path, Embedded):
             raise

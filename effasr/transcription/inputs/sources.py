@@ -1,6 +1,7 @@
 """Recordings to transcribe, from files, folders, patterns and manifests."""
 
 import glob
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ class Source:
     offset: float = 0.0  # start in the file, in seconds
     duration: float | None = None  # duration in seconds; None if it ends with the file
     channels: tuple[int, ...] | None = None  # channels of the file to average; None for all
+    recorded: float = math.inf  # seconds that the file had, where that is known
     track: int = 0  # number of the audio track in a container, from 0
     channel: int | None = None  # channel to transcribe alone, with its number in the result
     per_channel: bool = False  # whether to transcribe each channel alone
@@ -157,7 +159,8 @@ def source_of(name: str, utterance: object) -> Source:
     prompt, part = prompt_of(cut), AudioSegment.of(cut)
     if part is None or not isinstance(part.path, str):
         return Source(name, file, cut=cut, prompt=prompt)
-    return Source(name, file, part.path, part.start, part.duration, part.channels, prompt=prompt)
+    where = part.path, part.start, part.duration, part.channels, part.recorded
+    return Source(name, file, *where, prompt=prompt)
 
 
 def _below(file: str, folder: str) -> str:

@@ -527,7 +527,6 @@ class OnlineStream:
 def _check_options(model: ASRModel, config: DecodingConfig) -> None:
     for name, remedy in (
         ("second_lm", "it reads the earlier segments of a recording, which is decoded as a whole"),
-        ("corrector", "it corrects recordings as a whole"),
         ("confidence", "a stream has confidences of its words: use `word_confidence`"),
         ("score_parts", "scores are divided for tuning, on recordings"),
     ):

@@ -21,7 +21,7 @@ from effasr.cli.options import (
     read_cuts,
 )
 from effasr.cli.progress import decoding_progress, progress_counter
-from effasr.decoding.config import CORRECTOR, SECOND_PASS
+from effasr.decoding.config import SECOND_PASS
 
 _BEAM = 8
 """The default: without a beam there is nothing to choose among."""
@@ -58,7 +58,7 @@ def add(command: AddCommand) -> None:
         help="normalizer applied to reference and hypothesis before scoring, as for evaluate "
         "(default: basic)",
     )
-    add_decoding(parser, NBEST, SECOND_PASS, CORRECTOR, beam=_BEAM)
+    add_decoding(parser, NBEST, SECOND_PASS, beam=_BEAM)
 
 
 def run(options: argparse.Namespace) -> int:
