@@ -203,6 +203,7 @@ def _prepare(a: AttentionArguments, narrowness: float | None, rows: _Rows | None
             plain=a.rotary is None and a.content_bias is None and not a.dropout,
             guided=narrowness is not None,
             context=a.context is not None,
+            grouped=a.group > 1,
         ),
     )
 

@@ -56,6 +56,7 @@ def configs(
     plain: bool,  # whether there are neither positions nor dropout, which need registers
     guided: bool = False,  # whether the kernels compute `guided_attention`
     context: bool = False,  # whether keys are masked by a context, which needs registers, too
+    grouped: bool = False,  # whether heads of queries share heads of keys, which needs registers
 ) -> Configs:
     """Select the configurations of the kernels; they do not depend on lengths."""
     width = max(64, padded_width(head_width))
@@ -66,9 +67,11 @@ def configs(
     if dtype == torch.float32:
         return _SINGLE[width]
     table = _HALF.get(major, _HALF[8])
-    if context:
-        return replace(table[width, False], **_HALF_CONTEXT.get((major, width), {}))
-    return table.get((width, plain)) or table[width, False]
+    chosen = table.get((width, plain and not context)) or table[width, False]
+    for applies, changes in ((context, _HALF_CONTEXT), (grouped, _HALF_GROUPED)):
+        if applies:
+            chosen = replace(chosen, **changes.get((major, width), {}))
+    return chosen
 
 
 # float32 does not use tensor cores: their TF32 has only 11 bits of precision.
@@ -109,6 +112,13 @@ _HALF_CONTEXT = {
     (10, 64): {"forward": Config(64, 32, 4, 3), "backward_kv": Config(64, 32, 4, 3)},
     (10, 128): {"forward": Config(64, 32, 4, 3)},
     (10, 256): {"forward": Config(64, 32, 8, 2)},
+}
+# The same for heads in groups, where Triton 3.6 spills; 3.7 does not.
+_HALF_GROUPED = {
+    (8, 64): {"forward": Config(64, 32, 4, 2)},
+    (9, 64): {"backward_kv": Config(32, 64, 4, 2)},
+    (9, 128): {"backward_kv": Config(16, 128, 8, 2)},
+    (10, 64): {"backward_kv": Config(64, 32, 4, 3), "backward_q": Config(64, 32, 4, 3)},
 }
 # Of guided attention. Its queries are the tokens of transcripts, which are few, so the kernel that
 # loops over them has small steps.
