@@ -403,16 +403,21 @@ def whisper() -> str:
 
 
 def decoder_depth() -> str:
-    """Word error rate of each seed, and mean RTFx, by depth and search."""
-    searches = ("greedy", "--beam 4 --ctc-weight 0.3")
-    titles = ["encoder / decoder layers", "greedy, WER %", "RTFx"]
-    titles += [f"`{searches[1]}`, WER %", "RTFx"]
+    """Word error rate of each seed, and mean RTFx, by speech, depth and search."""
+    titles = [
+        "speech, encoder / decoder layers",
+        "steps",
+        "greedy, WER %",
+        "RTFx",
+        "joint, WER %",
+        "RTFx",
+    ]
     lines = []
-    for depth, rows in grouped(read("decoder_depth"), "encoder_layers", "decoder_layers").items():
-        by_search = grouped(rows, "search")
-        line = [" / ".join(depth)]
-        for search in searches:
-            group = by_search[(search,)]
+    keys = "speech", "encoder_layers", "decoder_layers", "steps"
+    for (speech, *depth, steps), rows in grouped(read("decoder_depth"), *keys).items():
+        line = [f"{speech}, {' / '.join(depth)}", f"{int(steps):,}"]
+        for greedy in (True, False):
+            group = [row for row in rows if (row["search"] == "greedy") is greedy]
             line += [", ".join(row["wer"] for row in group), f"{mean(group, 'rtfx'):.0f}"]
         lines.append(line)
     return markdown(titles, lines)
