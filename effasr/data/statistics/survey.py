@@ -30,7 +30,10 @@ def least_median(subsampling: int) -> float:
     At 4x, few pieces with 1.6 frames learn sooner than more pieces with 3. At 8x, a corpus with
     1.5 frames takes twice the audio of 4x to align (profiling/results/small_corpora.csv).
     """
-    return 2.5 if subsampling > 4 else 1.5
+    return 2.5 if subsampling > 4 else _LEAST_MEDIAN
+
+
+_LEAST_MEDIAN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,11 @@ class FramesPerToken:
 
     def is_hard(self, framing: Framing) -> bool:
         """Return whether CTC will learn late or not at all, at least from a small corpus."""
-        too_few = self.median < least_median(framing.subsampling)
-        return too_few or self.impossible > MOST_IMPOSSIBLE
+        return self.median < least_median(framing.subsampling) or not self.can_align
+
+    @property
+    def can_align(self) -> bool:
+        return self.median >= _LEAST_MEDIAN and self.impossible <= MOST_IMPOSSIBLE
 
 
 def frames_in(seconds: np.ndarray, framing: Framing) -> np.ndarray:

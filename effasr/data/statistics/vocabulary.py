@@ -109,13 +109,17 @@ class _Ladder:
         self._rungs: list[_Measured] = []
 
     def best(self, framing: Framing) -> _Measured:
-        """Return the first with enough frames per token, or else the one with the most."""
+        """Return the first with enough frames per token, or else the first that CTC can align.
+
+        A larger one has more frames for each of its pieces, but fewer examples, and learns later.
+        """
         for rung in range(len(self._sizes)):
             if rung == len(self._rungs) and not self._climb(rung):
                 break
             if self._rungs[rung].suffices(framing):
                 return self._rungs[rung]
-        return self._rungs[-1]
+        ratios = ((rung, rung.frames_per_token(framing)) for rung in self._rungs)
+        return next((rung for rung, item in ratios if item and item.can_align), self._rungs[-1])
 
     def _climb(self, rung: int) -> bool:
         """Train the next vocabulary; return False if the corpus has too few examples for it."""

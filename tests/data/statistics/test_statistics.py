@@ -101,6 +101,9 @@ def test_slow_speech_has_the_usual_vocabulary_and_fast_speech_finer_frames():
     faster = choose_vocabulary(spoken(22.0))
     assert (faster.sizes["en"] >= 128, faster.subsampling, faster.is_hard) == (True, 4, False)
     assert choose_vocabulary(spoken(14.0)) == fast
+    # No size suffices at 8x: not the one with the most frames, but the first that CTC can align.
+    aligned = choose_vocabulary(spoken(9.0), subsampling=8)
+    assert (aligned.sizes, aligned.is_hard) == ({"en": 40}, True)
     stays = choose_vocabulary(spoken(14.0), subsampling=8)
     assert (stays.subsampling, stays.is_hard) == (8, True)
     assert stays.frames_per_token.median < fast.frames_per_token.median
