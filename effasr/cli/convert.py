@@ -271,6 +271,7 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
             f"load the language model with {loaded.model.language_model.loader}.from_pretrained; "
             "README.md describes how to add the speech"
         )
+    from effasr.data.tokenizer import WhisperTokenizer
     from effasr.training.checkpointing.export_folder import export_folder
 
     readme = options.out / "README.md"
@@ -281,10 +282,14 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
         settings: dict[str, Any] = {
             "has_tokenizer": any((out / x).is_file() for x in ("tokenizer.json", "vocab.json"))
         }
-        if loader.startswith(("Canary", "CohereAsr")):  # The prompt of others is in their settings.
-            settings["prompt"] = tuple(loaded.tokenizer.prompt(loaded.prompt))
+        prompt = loaded.tokenizer.prompt(loaded.prompt)
+        # That of a Whisper is in its settings, unless it has learnt another tokenizer.
+        in_settings = isinstance(loaded.tokenizer, WhisperTokenizer) or len(prompt) == 1
+        if loader.endswith("ForConditionalGeneration") and not in_settings:
+            settings["prompt"] = tuple(prompt)
         _write_card(options, loaded, sources, out / readme.name, readme, loader, **settings)
-    return f"load it with {loader}.from_pretrained"
+    prompted = " and generate with the prompt in README.md" if "prompt" in settings else ""
+    return f"load it with {loader}.from_pretrained{prompted}"
 
 
 def _write_hugging_face(loaded: LoadedModel, out: Path) -> str:
@@ -454,7 +459,7 @@ def _ctranslate2(options: argparse.Namespace, loaded: LoadedModel, sources: list
     from effasr.interop.huggingface.ctranslate2 import check_ctranslate2, write_ctranslate2
     from effasr.training.checkpointing.export_folder import export_folder
 
-    check_ctranslate2(loaded.model)
+    check_ctranslate2(loaded.model, loaded.tokenizer)
     quantization = options.quantization or "float16"
     with TemporaryDirectory(prefix="effasr-") as folder, export_folder(options.out) as out:
         _write_hugging_face(loaded, Path(folder))

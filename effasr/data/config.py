@@ -80,8 +80,7 @@ class DataConfig:
         micro_batches: Micro-batches of a global step, over all ranks: the gradient of a step
             does not depend on the number of ranks that share them.
         text_share: The part of a step's micro-batches that are text-only: pairs of a text and its
-            translation, for the text encoder. Null where no manifest has such; 1 where all have,
-            and ``frame_budget`` are then the tokens that the text encoder reads.
+            translation, for the text encoder. Null where no manifest has such.
         text_token_budget: Decoder tokens of a text-only micro-batch beside others; by default as
             many as of another. ``auto``: as many as cost as much as another costs, in FLOPs, so
             that no rank waits for one that has speech.
@@ -213,19 +212,14 @@ class DataConfig:
             check(is_default, f"data.{name}", f"be left out {when}", value)
 
     @property
-    def text_alone(self) -> bool:
-        """Whether all micro-batches are text-only."""
-        return self.text_share == 1
-
-    @property
     def text_micro_batches(self) -> int:
         """Text-only micro-batches beside the others of a global step, over all ranks."""
         share = self.text_share
-        return 0 if share is None or self.text_alone else round(share * self.micro_batches)
+        return 0 if share is None else round(share * self.micro_batches)
 
     @property
     def corpus_micro_batches(self) -> int:
-        """The others: of speech, or of text where all are text-only."""
+        """The others, of speech."""
         return self.micro_batches - self.text_micro_batches
 
     def _check_text_share(self) -> None:
@@ -234,26 +228,15 @@ class DataConfig:
             rule = "be left out where `text_share` is null"
             check(self.text_token_budget is None, "text_token_budget", rule, self.text_token_budget)
             return
-        if self.text_alone:
-            if self.text_token_budget is not None:
-                raise ValueError(
-                    "`text_token_budget` must be left out where `text_share` is 1, but is "
-                    f"{self.text_token_budget}: use `token_budget`."
-                )
-            if self.frame_budget == "auto":
-                raise ValueError(
-                    "`frame_budget` must be a number where `text_share` is 1, but is auto: set it "
-                    "to the tokens that the text encoder reads in a micro-batch, such as 8000."
-                )
-        elif not 0 < share < 1 or abs(share * count - self.text_micro_batches) > 1e-6:
+        if not 0 < share < 1 or abs(share * count - self.text_micro_batches) > 1e-6:
             if count == 1:
-                remedy = "use `micro_batches` = 2 or more, or `text_share` = 1"
+                remedy = "use `micro_batches` = 2 or more"
             else:
                 near = min(range(1, count), key=lambda number: abs(number - share * count))
                 remedy = f"use {near / count:g}, for {near} of {count}"
             raise ValueError(
                 f"`text_share` must make a whole number of micro-batches text-only, but not none "
-                f"of them; it is {share:g}, of {count}: {remedy}."
+                f"or all of them; it is {share:g}, of {count}: {remedy}."
             )
         rule = f"be null for strategy {self.strategy}"
         check(self.strategy == "packed", "text_share", rule, f"{share:g}", "use strategy packed")

@@ -25,14 +25,13 @@ from effasr.data import worker_processes
 from effasr.data.audio.augmentation.augmenter import Augmenter, Moment, UnreadableRecording
 from effasr.data.audio.waveform import AudioError, audio_path, prefetch_audio
 from effasr.data.batch import Batch, StaticShape
-from effasr.data.collate import Example, TextExample
+from effasr.data.collate import Example
 from effasr.data.config import DataConfig
 from effasr.data.conversation.batch import ConversationExample
 from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.features.frame_geometry import SAMPLE_RATE
 from effasr.data.filters.rules import Dropped
 from effasr.data.index.corpus import Corpus
-from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
 from effasr.data.sampling.plan import EpochPlan
 from effasr.data.sampling.strategies import planner
@@ -89,7 +88,7 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
 
     def __init__(
         self,
-        corpus: Corpus | ConversationCorpus | TextCorpus,
+        corpus: Corpus | ConversationCorpus,
         config: DataConfig,
         shape: StaticShape | None,
         reading: MutableSequence[int],
@@ -147,11 +146,11 @@ class MicroBatchDataset(Dataset[StepBatch | AudioError | SharedMemoryError]):
 
     def _example(
         self, index: int, ref: MicroBatchRef, skipped: list[Dropped]
-    ) -> Example | ConversationExample | TextExample:
+    ) -> Example | ConversationExample:
         """Load an utterance, augmented; unreadable recordings for it are added to ``skipped``."""
         example = self._corpus.example(index)
         silence = self._corpus.silence(index)
-        if isinstance(example, TextExample) or not (self._augmenter or silence):
+        if not (self._augmenter or silence):
             return example
         delay = 0
 
@@ -216,7 +215,7 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Corpus | ConversationCorpus | TextCorpus,
+        corpus: Corpus | ConversationCorpus,
         config: DataConfig,
         *,
         seed: int = 0,

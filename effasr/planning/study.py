@@ -67,11 +67,6 @@ class PlanRequest:
         model = resolve_config(settings, None).model
         data = settings.data if recipe else DataConfig()
         # Text-only micro-batches are not planned: epochs are of speech.
-        if data.text_alone and not manifests:
-            raise ValueError(
-                "`--recipe` must have speech, because batches of text alone are not planned, but "
-                "its data.text_share is 1: take another, or give MANIFEST."
-            )
         listed = [] if manifests else [(Path(path), source) for path, source in data.manifests]
         listed = [(path, source) for path, source in listed if not _is_text_only(path)]
         check(manifests or listed, "MANIFEST", "name a manifest or a list", "not given")

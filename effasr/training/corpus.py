@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from effasr.data.index.text_corpus import TextCorpus
     from effasr.data.sampling.cost import CostModel
 
-    TrainingCorpus = Corpus | ConversationCorpus | TextCorpus
+    TrainingCorpus = Corpus | ConversationCorpus
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def load_corpus(config: TrainConfig, tokenizer: Tokenizer, saved: Saved | None) 
 
 
 def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) -> TrainingCorpus:
-    """Load speech, text pairs, or both."""
+    """Load speech, and text pairs beside it."""
     # Imported here so that a model can be trained without the packages that read data.
     from effasr.data.manifest.pairs import is_text_only
 
@@ -58,22 +58,11 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
     for manifest in config.data.manifests:
         (text_only if is_text_only(manifest[0]) else spoken).append(manifest)
     _check_text(config, [path for path, _ in text_only])
-    _check_speech(config, section, [path for path, _ in spoken])
+    rule = "name at least one manifest with audio"
+    check(spoken, section, rule, "text-only", "add one: texts are trained beside speech")
     decoder = config.model.decoder
     max_positions = None if decoder is None else decoder.max_positions
     text_experts = config.model.named_experts(text=True)
-    if config.data.text_alone:
-        from effasr.data.index.text_corpus import TextCorpus
-
-        pairs = TextCorpus.load_alone(
-            [path for path, _ in text_only],
-            tokenizer,
-            config.data,
-            max_positions=max_positions,
-            sources=[source for _, source in text_only],
-        )
-        pairs = _aligned(pairs, config)
-        return pairs if text_experts is None else pairs.with_experts(text_experts.number_of)
     from effasr.data.index.corpus import Corpus
     from effasr.data.index.corpus_cache import CorpusCache
 
@@ -106,7 +95,7 @@ def _load_utterances(config: TrainConfig, tokenizer: Tokenizer, section: str) ->
             costs = text_costs(config, tokenizer)
             frames = corpus.shape.frame_budget
             budget = balanced_token_budget(corpus.lengths, text.lengths, frames, costs)
-            shape = text_shape(text.lengths, text.sources, text.shares, None, budget)
+            shape = text_shape(text.lengths, text.sources, text.shares, budget)
             text = replace(text, shape=shape)
         if text_experts is not None:
             text = text.with_experts(text_experts.number_of)
@@ -198,20 +187,6 @@ def _check_text(config: TrainConfig, paths: Sequence[str]) -> None:
         raise ValueError(
             "`model.text_encoder` must be given for text-only batches, but is null: give it, "
             "such as model.text_encoder.layers=6, or leave out data.text_share and the manifests."
-        )
-
-
-def _check_speech(config: TrainConfig, section: str, paths: Sequence[str]) -> None:
-    """Check that there is speech, unless the run is of text alone."""
-    if config.data.text_alone and paths:
-        raise ValueError(
-            f"`{section}` must name text-only manifests where `data.text_share` is 1, but "
-            f"{paths[0]} has audio: leave it out, or set a share below 1."
-        )
-    if not config.data.text_alone and not paths:
-        raise ValueError(
-            f"`{section}` must name at least one manifest with audio, but all are text-only: set "
-            "data.text_share=1 to train on text alone."
         )
 
 

@@ -184,7 +184,7 @@ def resolve(config: TrainConfig, saved: Saved | None, context: DistributedContex
         rank=context.rank,
         world_size=context.size,
         pin_memory=context.device.type == "cuda",
-        cost=text_cost if config.data.text_alone else cost,
+        cost=cost,
         text_cost=text_cost,
     )
     if saved is not None:
@@ -237,10 +237,6 @@ _BUCKETED = ("bucketed", "sync_bucketed", "sync_bucketed_2d")
 _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("data.buckets", "data.strategy", ("is", _BUCKETED)),
     ("data.prefetch", "data.workers", _GIVEN),
-    ("data.speed_perturbation", "data.text_share", ("is not", (1,))),
-    ("data.silence_padding", "data.text_share", ("is not", (1,))),
-    ("data.audio_augmentation.*", "data.text_share", ("is not", (1,))),
-    ("data.on_bad_audio", "data.text_share", ("is not", (1,))),
     ("data.filters.max_tokens_per_second", "data.text", ("is not", ("ignored",))),
     ("data.filters.max_characters_per_second", "data.text", ("is not", ("ignored",))),
     ("data.filters.rate_deviations", "data.text", ("is not", ("ignored",))),
@@ -255,7 +251,6 @@ _UNLESS: Sequence[tuple[str, str, tuple[str, tuple[Any, ...]]]] = (
     ("loss.guided_sigma", "loss.guided_weight", _GIVEN),
     ("loss.guided_after_ctc", "loss.guided_weight", _GIVEN),
     ("loss.guided_after_ctc", "loss.ctc_weight_before", _GIVEN),
-    ("loss.consistency_weight", "data.text_share", ("is not", (1,))),
     ("loss.consistency_after_ctc", "loss.consistency_weight", _GIVEN),
     ("optimizer.lr_reference_micro_batches", "optimizer.lr_scaling", ("is not", ("none",))),
     ("optimizer.lr_reference_micro_batches", "optimizer.adascale", _GIVEN),

@@ -24,7 +24,14 @@ from effasr.optim.fused_adamw import FusedAdamW
 from effasr.optim.loss_scale import LossScale
 from effasr.training import cuda_graph
 from effasr.training.cuda_graph import MicroBatchGraph
-from effasr.training.fault_tolerance.oom_recovery import OOMRecovery, Piece, gradients_of
+from effasr.training.fault_tolerance.oom_recovery import (
+    Failure,
+    OOMRecovery,
+    OutOfMemory,
+    Piece,
+    attempt,
+    gradients_of,
+)
 from effasr.training.fault_tolerance.phase_tracker import PhaseTracker
 from effasr.training.loss import LOSSES, Objective
 from effasr.training.seeds import micro_batch_seed, sample
@@ -122,7 +129,13 @@ def train_step(
     config, context, adascale = state.config, state.context, state.adascale
     labelled = None
     if state.teacher is not None:
-        micro_batches, labelled = state.teacher.label(micro_batches, step)
+        result = attempt(partial(state.teacher.label, micro_batches, step))
+        if isinstance(result, Failure):
+            raise OutOfMemory(
+                f"there is not enough memory to label micro-batches ({result.reason}): lower "
+                "data.frame_budget."
+            )
+        micro_batches, labelled = result
     with ranges.range("counts"):
         counted = StepCounts.from_batches(micro_batches, context, stopping, config.costs, due)
         counts = context.all_reduce(counted.tensor(context.device, labelled))

@@ -11,7 +11,7 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 
-from effasr.checkpoint import load_model, resolve
+from effasr.checkpoint import load_model, resolve, save_model
 from effasr.data.prompt import Prompt
 from effasr.interop.huggingface import ctranslate2 as module
 from effasr.interop.huggingface.checkpoint import import_model
@@ -122,6 +122,14 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     assert (
         "must have a Whisper, but this model has an encoder of kind fastconformer" in failed.error
     )
+    # faster-whisper cannot write the prompt of another tokenizer; the card of transformers has it.
+    loaded, tokenizer = load_model(imported), load_model(resolve(workplace.run)).tokenizer
+    save_model(tmp_path / "other", loaded.model, tokenizer, loaded.prompt)
+    failed = export(effasr, tmp_path / "other", out, "int8")
+    assert (failed.code, out.exists()) == (2, False)
+    assert "must have the tokenizer of a Whisper" in failed.error
+    assert "the prompt in README.md" in effasr("export", tmp_path / "other", tmp_path / "hf").out
+    assert f"[{tokenizer.prompt(loaded.prompt)}]" in (tmp_path / "hf" / "README.md").read_text()
     failed = effasr("export", imported, out, "--quantization", "int8")
     assert "`--quantization` must be left out for `--format huggingface`" in failed.error
     finder = SimpleNamespace(find_spec=lambda name: None)

@@ -90,6 +90,7 @@ def test_the_graphs_say_what_the_model_says(effasr, model, untrained, recordings
         assert result["ctc_log_probs"][0] == pytest.approx(log_probs.numpy(), abs=1e-3)
         assert graphs.tokens(features, ctc=False)[:12] == text
         assert graphs.text(text) == loaded.tokenizer.decode(text)
+    assert graphs.tokens(features[:0], ctc=True) == []
 
     # Weights that are not those of the graphs are told.
     with torch.no_grad():

@@ -68,7 +68,6 @@ PLAN = [
     ("--manifest {dev} --picture p.png", "must be a file that ends in .svg, but is 'p.png'"),
     ("--manifest {dev} --picture gone/p.svg", "`--picture` must be in a folder that exists"),
     ("--manifest {dev} --dropped d.txt", "`--dropped` must be a file that ends in .jsonl"),
-    ("--recipe {alone}", "batches of text alone are not planned"),
     ("{dev} --tflops 3", "`--tflops` must be given with `--what-if`, but is 3."),
     ("{dev} --what-if --strategy all", "`--strategy` must be left out with `--what-if`"),
     ("{dev} --what-if --calibration {other}", "must be a file of `effasr calibrate`"),
@@ -218,8 +217,6 @@ def places(workplace, tmp_path) -> dict[str, str]:
         ),
         "bytes.yaml": "\udcff\udcfe",
         "number.yaml": "data: 3",
-        "alone.yaml": "name: alone\nmodel: {ctc: false, decoder: {}, text_encoder: {}}\n"
-        f"data: {{text_share: 1, train: {tmp_path}/pairs.jsonl}}\n",
         "other.json": '{"frame_budget": 3}',
     }
     for name, text in files.items():

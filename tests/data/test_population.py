@@ -30,6 +30,8 @@ def test_every_source_is_drawn_evenly_and_meets_its_quota(counts, multiples, epo
     sources, amounts = corpus(tuple(counts))
     totals = [int(amounts[sources == s].sum()) for s in range(len(counts))]
     quotas = [max(1, int(m * t)) for m, t in zip(multiples, totals, strict=False)]
+    # At least as long as an utterance, or an epoch might have to repeat one.
+    quotas[0] = max(quotas[0], int(amounts[sources == 0].max()))
     drawn: Counter[int] = Counter()
     for epoch in range(epochs):
         chosen = population(sources, amounts, quotas, seed=seed, epoch=epoch)
@@ -67,6 +69,15 @@ def test_an_epoch_may_have_any_number_of_hours() -> None:
     summary = mixture.summary(mixture.count(sources, amounts, np.concatenate([draw(0), draw(1)])))
     assert sum(row.drawn_amount for row in summary.rows) == pytest.approx(1.0, abs=0.02)
     assert all(row.realised == pytest.approx(row.asked, abs=0.02) for row in summary.rows)
+
+
+def test_an_epoch_shorter_than_an_utterance_is_not_empty() -> None:
+    sources, amounts = np.array([0, 0, 1]), np.array([30, 25, 28])
+    epochs = [population(sources, amounts, (9, 9), seed=1, epoch=n).tolist() for n in range(20)]
+    assert all(epochs)
+    # Nothing is lost, and those that begin nowhere else are drawn again.
+    assert set().union(*epochs) == {0, 1, 2}
+    assert {len(drawn) for drawn in epochs} == {1, 2}
 
 
 def test_the_table_shows_what_was_asked_and_what_was_drawn() -> None:

@@ -123,22 +123,6 @@ def test_budgets_and_steps_are_those_of_what_the_shares_draw(unlike, bilingual):
     assert plan.padding_frames < 0.06
 
 
-def test_pairs_alone_are_drawn_by_the_shares(unlike, bilingual):
-    config = DataConfig(mix=shares(unlike), text_share=1, frame_budget=400)
-    corpus = TextCorpus.load_alone(unlike, bilingual, config, sources=[0, 1])
-    draw = corpus.populations(seed=0)
-    assert draw is not None
-    members = draw(0)
-    drawn = np.bincount(corpus.sources[members], corpus.lengths.frames[members])
-    assert drawn / drawn.sum() == pytest.approx((0.5, 0.5), abs=0.02)
-    whole = DataConfig(mix=shares(unlike, epoch="full"), text_share=1, frame_budget=400)
-    corpus = TextCorpus.load_alone(unlike, bilingual, whole, sources=[0, 1])
-    assert corpus.populations(seed=0) is None
-    hours = DataConfig(mix=shares(unlike, epoch_hours=1.0), text_share=1, frame_budget=400)
-    with pytest.raises(ValueError, match=r"`mix\.epoch_hours` must be null .* text pairs alone"):
-        TextCorpus.load_alone(unlike, bilingual, hours, sources=[0, 1])
-
-
 def test_what_cannot_be_trained_on_is_listed(tmp_path, bilingual):
     rows = [
         row(0, 3),

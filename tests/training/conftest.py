@@ -255,14 +255,6 @@ def make_with_text(make_config, pairs, tones, model_config) -> Callable[..., Tra
     return varied(make_config, data=data, model=replace(model_config, text_encoder=TEXT_ENCODER))
 
 
-@pytest.fixture
-def make_text_alone(make_config, pairs, model_config) -> Callable[..., TrainConfig]:
-    manifest, model = f"{pairs}/pairs.jsonl", replace(model_config, text_encoder=TEXT_ENCODER)
-    data = {"train": manifest, "validation": manifest, "tokenizer": f"{pairs}/tokenizer"}
-    data |= {"frame_budget": 100, "text_share": 1}
-    return varied(make_config, data=data, model=replace(model, ctc=False), loss=LossConfig())
-
-
 def with_half_of_the_texts(tones: Path) -> Path:
     rows = [json.loads(line) for line in (tones / "train.jsonl").read_text().splitlines()]
     for row in rows[1::4]:

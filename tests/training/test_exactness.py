@@ -122,7 +122,6 @@ BUCKETED = {"strategy": "sync_bucketed_2d", "buckets": 3}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text": ("make_with_text", {}, {}),
     "text of learnt durations": ("make_with_text", {}, {"model": {"text_encoder": LEARNT}}),
-    "text alone": ("make_text_alone", {"freeze": ("encoder",)}, {}),
     "llama": ("make_talks", {}, {"kind": "llama"}),
     "t5": ("make_talks", {}, {"kind": "t5", "speech_input": "decoder"}),
     "bart": ("make_talks", {}, {"kind": "bart", "speech_input": "encoder"}),
@@ -146,7 +145,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.representative(case=["text alone", "random", "muon", "times", "t5"])
+@pytest.mark.representative(case=["random", "muon", "times", "t5"])
 def test_an_interrupted_run_ends_alike(case, request, model_config, tones, tmp_path):
     """Validations that a stop puts off come first when the run goes on, after the last step too."""
     maker, training, settings = CASES[case]

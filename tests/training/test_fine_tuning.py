@@ -481,6 +481,15 @@ def test_what_was_frozen_is_trained_after_its_steps(make_config, tones, tmp_path
     assert_same_end(tmp_path / "whole", tmp_path / "run", steps=8)
 
 
+def test_a_freeze_of_the_whole_run_puts_off_no_validation(make_config, tones, tmp_path, capsys):
+    data = {"validation": str(tones / "test.jsonl")}
+    for steps in (5, 6):
+        assert run(make_config(data=data, training=LOOP | {"max_steps": steps})) == 0
+        assert "done: " in capsys.readouterr().err
+        validated = read_lines(tmp_path / "run" / "validation.jsonl")
+        assert validated[-1]["step"] == steps
+
+
 def test_moments_of_the_others_go_on(make_config, tmp_path, monkeypatch):
     """Without anything to learn for the frozen part, the others train as if nothing had changed."""
     made, alive = [], []

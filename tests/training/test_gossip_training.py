@@ -74,7 +74,7 @@ def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(make_config
     apart = loop | {"strategy": "h_adpsgd", "gossip": SHARED, "threads": 1}
     data = {"micro_batches": 4, "validation": [str(tones / "test.jsonl")]}
     config = make_config(data=data, training=apart)
-    fates = [{"pause_s": 0.1}, {"pause_s": 0.5, "stop_at": 3, "late_at": 1, "strangers": 3}]
+    fates = [{"pause_s": 0.1}, {"pause_s": 1.0, "stop_at": 3, "late_at": 1, "strangers": 3}]
     message = train(config, tmp_path, fates, [0, 0])
     assert "2 learners of 1 processes each" in message[0]
     assert not message[1]
@@ -84,8 +84,10 @@ def test_a_slow_learner_does_less_and_a_stopped_run_goes_on_with_ddp(make_config
     check_trained_once(config, tmp_path, steps, 2)
     fast, slow = (noted(tmp_path, rank) for rank in range(2))
     assert len(slow) + len(fast) == 2 * steps
-    # It obeys after the step that then begins, and finishes what nobody else does.
-    assert 4 <= len(slow) <= 5 < len(fast)
+    # It obeys after the step that then begins, or in a validation before that, and finishes what
+    # nobody else does.
+    assert 3 <= len(slow) <= 5
+    assert len(slow) < len(fast)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["step"] == steps
     assert lines[-1]["learner_steps"] == [len(fast), len(slow)]

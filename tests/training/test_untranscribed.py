@@ -19,6 +19,7 @@ from effasr.decoding.ctc_greedy import ctc_greedy
 from effasr.model.config import ModelConfig
 from effasr.training import build
 from effasr.training.config import LossConfig, TeacherConfig, TrainConfig
+from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.resolve import find_tokenizer, resolve_config
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.training.step import train_step
@@ -298,6 +299,15 @@ def test_the_teacher_has_the_weights_of_the_average_without_a_copy(state):
     before = teacher.ctc_head.weight.clone()
     made.average.update(5)
     assert not teacher.ctc_head.weight.equal(before)
+
+
+def test_without_memory_for_labels_the_remedy_is_named(state, monkeypatch):
+    def label(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(state[1].teacher, "label", label)
+    with pytest.raises(OutOfMemory, match=r"2\.00 GiB.*lower data\.frame_budget"):
+        train_step(state[1], [], 0)
 
 
 def test_the_average_knows_by_how_much_the_batch_is_larger(make_with_teacher):

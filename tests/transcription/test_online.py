@@ -244,11 +244,25 @@ def test_words_are_timed_by_the_frames_of_their_tokens(
         speech=is_speech(loudness(audio, RATE)),
     )
     assert [word.text for word in segment.words] == segment.text.split()
+    assert (segment.start, segment.end) == (segment.words[0].start, segment.words[-1].end)
     assert [word.text for word in expected] == segment.text.split()
     for result, word in zip(segment.words, expected, strict=True):
         # Loudness is averaged over 50 ms, but not across chunks.
         assert result.start == pytest.approx(word.start, abs=0.031)
         assert result.end == pytest.approx(min(word.end, 4), abs=0.031)
+
+
+@pytest.mark.parametrize("ends", [(0.1, None), (None, 0.5)], ids=["pauses", "length"])
+def test_words_of_segments_follow_each_other(streaming_model, tokenizer, noise, ends) -> None:
+    options = dict(zip(("endpoint_seconds", "longest_seconds"), ends, strict=True))
+    recognizer = OnlineRecognizer(streaming_model("ctc"), tokenizer, WORDS, **options)
+    _, segments = recognized(recognizer, pieces(noise(6), 4000))
+    assert len(segments) > 3
+    words = [time for item in segments for word in item.words for time in (word.start, word.end)]
+    assert words == sorted(words)
+    spans = [time for item in segments for time in (item.start, item.end)]
+    assert spans == sorted(spans)
+    assert spans[-1] == words[-1] <= 6
 
 
 def _bytes_of_tensors() -> int:

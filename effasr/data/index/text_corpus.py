@@ -4,11 +4,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from effasr.data.audio.waveform import AudioSegment
 from effasr.data.batch import Batch, StaticShape
 from effasr.data.collate import TextExample, collate_text, with_experts
 from effasr.data.config import DataConfig
@@ -30,7 +28,7 @@ from effasr.data.mixture import MixConfig
 from effasr.data.mixture_summary import Mixture
 from effasr.data.prompt import Prompt
 from effasr.data.sampling.cost import CANARY_180M_FLASH, CostModel
-from effasr.data.sampling.packing import plan_epoch, suggest_token_budget, with_sequences
+from effasr.data.sampling.packing import plan_epoch, suggest_token_budget
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
 from effasr.data.sampling.population import population
 from effasr.data.tokenizer import Tokenizer, UnknownLanguageError
@@ -40,16 +38,13 @@ _SEED = 0x7E47  # added to the seed of the run, so that the orders of text and s
 _FILL = 0.98
 """Share of the budgets that micro-batches are planned to fill, which the planner reaches."""
 
-_NO_AUDIO = AudioSegment("", 0.0, 0.0, (0,))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TextCorpus(BaseCorpus):
-    """Text pairs that can be trained on, beside speech (`load`) or as all data (`load_alone`).
+    """Text pairs that can be trained on beside speech.
 
     ``lengths.frames`` are the text encoder's tokens with its end token, ``lengths.tokens`` the
     decoder's: prompt and translation. The frames of the shape are the text encoder's rows.
-    ``mixture`` is None beside speech, or where an epoch has every pair once.
     """
 
     shares: Mixture  # of the text encoder's tokens; one source without `DataConfig.mix`
@@ -68,20 +63,19 @@ class TextCorpus(BaseCorpus):
         tokenizer: Tokenizer,
         config: DataConfig,
         *,
-        token_budget: int | None,
-        row_budget: int | None = None,
+        token_budget: int,
         max_positions: int | None = None,
         sources: Sequence[int] | None = None,
     ) -> "TextCorpus":
         """Read manifests of text pairs and tokenize them.
 
-        Of ``token_budget`` (the decoder's; `DataConfig.text_token_budget` replaces it) and
-        ``row_budget`` (the text encoder's), one may be None: it is then what fills along with the
-        other. ``sources`` has the source of each manifest among the leaves of ``config.mix``.
+        ``token_budget`` is the decoder's; `DataConfig.text_token_budget` replaces it. The text
+        encoder's fills along with it. ``sources`` has the source of each manifest among the leaves
+        of ``config.mix``.
         """
-        budget = config.text_token_budget or token_budget
-        budget = token_budget if budget == "auto" else budget
-        builder = _TextIndexBuilder(tokenizer, row_budget, budget, max_positions)
+        budget = config.text_token_budget
+        budget = token_budget if budget is None or budget == "auto" else budget
+        builder = _TextIndexBuilder(tokenizer, budget, max_positions)
         sources = sources or [0] * len(paths)
         for path, source in zip(paths, sources, strict=True):
             for pair in pairs(path):
@@ -90,59 +84,14 @@ class TextCorpus(BaseCorpus):
             raise nothing_left(paths, "no text pair can be trained on", builder.dropped)
         # Without shares, all manifests belong to one source.
         mix = config.mix or MixConfig(sources={"text": tuple(map(str, paths))})
-        # Beside speech, whose number of utterances is configured, it depends on the budget alone.
-        corpus = builder.corpus(mix, config.max_sequences if config.text_alone else None)
+        corpus = builder.corpus(mix)
         corpus.shares.check(sources)
         return corpus
-
-    @classmethod
-    def load_alone(
-        cls,
-        paths: Sequence[str | Path],
-        tokenizer: Tokenizer,
-        config: DataConfig,
-        *,
-        max_positions: int | None = None,
-        sources: Sequence[int] | None = None,
-    ) -> "TextCorpus":
-        """Read the pairs of a run that trains on nothing else.
-
-        ``config.frame_budget`` is the text encoder's tokens of a micro-batch,
-        ``config.token_budget`` the decoder's, by default what fills at the same time.
-        """
-        names = "speed_perturbation", "silence_padding", "audio_augmentation", "filters", "text"
-        config.check_defaults(
-            (*names, "timestamps"),
-            "where `data.text_share` is 1, because text pairs have no audio",
-        )
-        corpus = cls.load(
-            paths,
-            tokenizer,
-            config,
-            token_budget=config.token_budget,
-            row_budget=config.known_frame_budget,
-            max_positions=max_positions,
-            sources=sources,
-        )
-        if config.mix is None:
-            return corpus
-        mixture = Mixture.of(
-            config.mix, corpus.sources, corpus.amounts, unit="tokens", draws_tokens=True
-        )
-        return replace(corpus, mixture=mixture)
 
     @property
     def amounts(self) -> np.ndarray:
         """Tokens of the text encoder, by which shares are measured."""
         return self.lengths.frames
-
-    @property
-    def text_lengths(self) -> np.ndarray:
-        """Tokens of each text to write, with its prompt, int32 (n,)."""
-        return self.lengths.tokens
-
-    def audio(self, index: int) -> AudioSegment:
-        return _NO_AUDIO
 
     def name(self, index: int) -> str:
         return decode(self._ids[index])
@@ -155,18 +104,9 @@ class TextCorpus(BaseCorpus):
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Pack pairs, int (m,), into a text-only batch of the static shape, on the CPU."""
-        return self.collate([self.example(index) for index in indices.tolist()])
-
-    def collate(
-        self,
-        examples: Sequence[TextExample],
-        shape: StaticShape | None = None,
-        *,
-        padded: bool = False,
-    ) -> Batch:
-        # Strategies other than packed, which pad, are refused by `DataConfig`.
+        examples = [self.example(index) for index in indices.tolist()]
         options = {"eos_id": self.eos_id, "pad_id": self.pad_id, "aligned": self.aligned}
-        batch = collate_text(examples, shape or self.shape, **options)
+        batch = collate_text(examples, self.shape, **options)
         return batch if self.experts is None else with_experts(batch)
 
     def with_experts(self, number: Callable[[Prompt], int]) -> "TextCorpus":
@@ -207,9 +147,6 @@ class TextCorpus(BaseCorpus):
             population=population(self.sources, self.amounts, quotas, seed=seed, epoch=epoch),
         )
 
-    def token_ids(self, vocab_size: int) -> np.ndarray:
-        return np.union1d(self._read.values, self._written.values)
-
 
 def balanced_token_budget(
     speech: UtteranceLengths, text: UtteranceLengths, frames: int, costs: tuple[CostModel, ...]
@@ -227,46 +164,28 @@ def balanced_token_budget(
 
 
 def text_shape(
-    lengths: UtteranceLengths,
-    sources: np.ndarray,
-    shares: Mixture,
-    rows: int | None,
-    tokens: int | None,
-    max_sequences: int | Literal["auto"] | None = None,
+    lengths: UtteranceLengths, sources: np.ndarray, shares: Mixture, tokens: int
 ) -> StaticShape:
-    """Return the shape of text-only batches; of the budgets, None fills along with the other."""
+    """Return the shape of text-only batches, whose rows to read fill along with ``tokens``."""
     read, written = lengths.frames, lengths.tokens
     # What fills along with the other budget as pairs are drawn, and at least the longest's.
     total = int(read.sum(dtype=np.int64))
     quotas = [round(share * total) for share in shares.asked]
     drawn = population(sources, read, quotas, seed=0, epoch=0)
-    if rows is None:
-        assert tokens is not None
-        swapped = UtteranceLengths(written[drawn], read[drawn])
-        rows = max(suggest_token_budget(swapped, tokens), read.max())
-    if tokens is None:
-        tokens = max(suggest_token_budget(lengths.take(drawn), rows), written.max())
-    rows, tokens = int(rows), int(tokens)
-    shape = StaticShape(
-        rows,
+    swapped = UtteranceLengths(written[drawn], read[drawn])
+    return StaticShape(
+        int(max(suggest_token_budget(swapped, tokens), read.max())),
         tokens,
+        # The number of utterances that is configured is that of speech.
         max(8, -(-tokens // 8)),
         longest_frames=int(read.max()),
         longest_tokens=int(written.max()),
     )
-    return with_sequences(shape, max_sequences, UtteranceLengths(read[drawn], written[drawn]))
 
 
 class _TextIndexBuilder:
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        row_budget: int | None,
-        token_budget: int | None,
-        max_positions: int | None,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, token_budget: int, max_positions: int | None) -> None:
         self.tokenizer = tokenizer
-        self.row_budget = row_budget
         self.token_budget = token_budget
         self.limits = Limits(max_positions=max_positions, ctc=False)
         self.dropped: list[Dropped] = []
@@ -289,8 +208,7 @@ class _TextIndexBuilder:
         self.sources.append(source)
         self.prompt_ids.append(self.prompts.setdefault(pair.prompt, len(self.prompts)))
 
-    def corpus(self, mix: MixConfig, max_sequences: int | Literal["auto"] | None) -> TextCorpus:
-        """Return the corpus; of its two budgets, one that is None fills along with the other."""
+    def corpus(self, mix: MixConfig) -> TextCorpus:
         read, written, sources = self.read.build(), self.written.build(), to_numpy(self.sources)
         lengths = UtteranceLengths(*(x.lengths.astype(np.int32) for x in (read, written)))
         prompts, ids = tuple(self.prompts), to_numpy(self.prompt_ids)
@@ -298,9 +216,7 @@ class _TextIndexBuilder:
         shares = Mixture.of(mix, sources, lengths.frames, unit="tokens")
         return TextCorpus(
             lengths=lengths,
-            shape=text_shape(
-                lengths, sources, shares, self.row_budget, self.token_budget, max_sequences
-            ),
+            shape=text_shape(lengths, sources, shares, self.token_budget),
             dropped=tuple(self.dropped),
             samples=np.zeros(len(sources), dtype=np.int64),
             sources=sources,
@@ -332,14 +248,11 @@ class _TextIndexBuilder:
             tokens = TokenizedText(prompt, ids, False, tokenizer.count_unknown(ids))
             require_spelling(tokens, tokenizer, words)
         count = len(prompt) + len(text)
-        # Where a budget is derived, the other one limits both.
-        to_read = self.row_budget or self.token_budget or 0
-        to_write = self.token_budget or self.row_budget or 0
-        if len(read) + 1 > to_read or count > to_write:
-            limits = f"{to_write}" if to_read == to_write else f"{to_read} and {to_write}"
+        # The budget to read is derived from it.
+        if max(len(read) + 1, count) > self.token_budget:
             raise RejectedUtterance(
                 Reason.TOKEN_BUDGET,
-                f"{len(read) + 1} tokens to read and {count} to write, over {limits}",
+                f"{len(read) + 1} tokens to read and {count} to write, over {self.token_budget}",
             )
         require(TOKEN_RULES, Lengths(1.0, text=len(text), prompt=len(prompt)), self.limits)
         return [*read, tokenizer.eos_id], prompt, text

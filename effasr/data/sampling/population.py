@@ -34,7 +34,13 @@ def population(
     """
     result = sequences(sources, amounts, quotas, seed=seed, epoch=epoch)
     parts = [item.stretch(q * epoch, q * (epoch + 1)) for q, item in result]
-    return np.concatenate([*parts, np.arange(0, dtype=np.int32)])
+    drawn = np.concatenate([*parts, np.arange(0, dtype=np.int32)])
+    if not len(drawn) and result:
+        # Where epochs are shorter than utterances, one in which none begins has the last one again.
+        quota, item = result[0]
+        _, begun = item.begun(quota * epoch)
+        return begun[-1:]
+    return drawn
 
 
 def sequences(

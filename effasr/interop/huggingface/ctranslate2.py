@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from effasr.data.tokenizer import Tokenizer, WhisperTokenizer
 from effasr.interop.huggingface.files import Content
 from effasr.model.asr import ASRModel
 from effasr.model.whisper_encoder import WhisperEncoderConfig
@@ -172,12 +173,18 @@ def _count_layers(variables: dict[str, np.ndarray], side: str) -> int:
     return len(names - {"layer_norm"})
 
 
-def check_ctranslate2(model: ASRModel) -> None:
+def check_ctranslate2(model: ASRModel, tokenizer: Tokenizer) -> None:
     """Check, before anything is written, that a model can be exported."""
     if model.config.decoder is None or not isinstance(model.config.encoder, WhisperEncoderConfig):
         raise ValueError(
             "`--format ctranslate2` must have a Whisper, but this model has an encoder of kind "
             f"{model.config.encoder.kind}: choose `--format huggingface`, onnx or sherpa-onnx."
+        )
+    if not isinstance(tokenizer, WhisperTokenizer):
+        raise ValueError(
+            "`--format ctranslate2` must have the tokenizer of a Whisper, whose tokens of "
+            "languages and tasks faster-whisper writes, but this model has a "
+            f"{type(tokenizer).__name__}: choose `--format huggingface` or onnx."
         )
     for package in ("ctranslate2", "transformers"):
         if importlib.util.find_spec(package) is None:

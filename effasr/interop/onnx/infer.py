@@ -52,6 +52,8 @@ class Graphs:
         return (mel - mel.mean(0)) / (mel.std(0, ddof=1) + 1e-5) if config["normalize"] else mel
 
     def tokens(self, features: np.ndarray, *, ctc: bool) -> list[int]:
+        if not len(features):
+            return []  # of a recording shorter than a window's hop
         encoded = self.run("encoder", features=features[None], lengths=np.array([len(features)]))
         if not ctc:
             return self._attention(encoded)

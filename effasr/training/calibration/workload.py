@@ -190,7 +190,7 @@ class Texts:
         lengths = corpus.lengths.take(fits)
         if self.budget == "auto":
             budget = balanced_token_budget(speech, lengths, shape.frame_budget, self.costs)
-        shape = text_shape(lengths, corpus.sources[fits], corpus.shares, None, budget)
+        shape = text_shape(lengths, corpus.sources[fits], corpus.shares, budget)
         extreme = longest_together(lengths.frames + lengths.tokens, lengths, shape)
         return TextWork(shape, extreme, corpus.aligned)
 

@@ -631,7 +631,7 @@ def build_diagnostics(
     settings = config.training.diagnostics
     # They watch the outputs of an encoder-decoder model, CTC or a transducer.
     is_watched = config.model.language_model is None and config.model.best_rq is None
-    if settings is None or not is_watched or config.data.text_alone:
+    if settings is None or not is_watched:
         return None
     encoder, masks = config.model.encoder, config.model.spec_augment
     return Diagnostics(

@@ -14,7 +14,6 @@ from effasr.data.conversation.corpus import ConversationCorpus
 from effasr.data.features.frame_geometry import Framing
 from effasr.data.filters.rules import Reason
 from effasr.data.index.corpus import Corpus
-from effasr.data.index.text_corpus import TextCorpus
 from effasr.data.loader import Loader
 from effasr.data.manifest.pairs import is_text_only
 from effasr.data.sampling.plan import EpochPlan, UtteranceLengths
@@ -57,7 +56,7 @@ def describe_model(model: nn.Module) -> str:
 
 
 def describe_data(
-    corpus: Corpus | ConversationCorpus | TextCorpus,
+    corpus: Corpus | ConversationCorpus,
     loader: Loader,
     config: DataConfig,
     epoch: int,
@@ -99,7 +98,7 @@ def describe_data(
 
 
 def describe_alignment(
-    corpus: Corpus | ConversationCorpus | TextCorpus,
+    corpus: Corpus | ConversationCorpus,
     data: DataConfig,
     model: ModelConfig,
     tokenizer: Tokenizer,
@@ -146,7 +145,7 @@ def describe_alignment(
 
 
 def _frames_per_token(
-    corpus: Corpus | ConversationCorpus | TextCorpus, framing: Framing, excluded: int = 0
+    corpus: Corpus | ConversationCorpus, framing: Framing, excluded: int = 0
 ) -> FramesPerToken | None:
     """Return frames per token of the texts that follow the speech; None without such texts."""
     follows = corpus.monotonic

@@ -191,8 +191,10 @@ class SynchronousStrategy:
 
     def must_stop(self, stop: StopRequest, progress: RunProgress) -> bool:
         """Return whether this rank requests a stop after the step that begins now."""
-        settings = self._config.training
-        return bool(stop) or progress.step + 1 in (settings.stop_at, settings.freeze_steps)
+        settings, step = self._config.training, progress.step + 1
+        # After the last step there is nothing to train without the freeze.
+        ends_freeze = step == settings.freeze_steps and step < settings.known_steps
+        return bool(stop) or step == settings.stop_at or ends_freeze
 
     def has_progress(self, state: TrainState) -> bool:
         """Return whether all steps were worth enough reference steps, by AdaScale."""

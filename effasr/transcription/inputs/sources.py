@@ -88,8 +88,8 @@ def with_unique_names(sources: Sequence[Source]) -> list[Source]:
         if source.name in by_name:
             raise ValueError(
                 f"`--output` must have a file of its own for each recording, but that of "
-                f"{by_name[source.name]} and of {source.id} would be {source.name!r}: transcribe "
-                "them by separate commands."
+                f"{by_name[source.name]} and of {source.id} would be {source.name!r}: name the "
+                "folder that holds both, or transcribe them by separate commands."
             )
         by_name[source.name] = source.id
     return unique

@@ -34,7 +34,7 @@ from effasr.transcription.inputs.arrival import Interruption, arriving
 from effasr.transcription.inputs.vad import StreamLoudness
 from effasr.transcription.online.streamable import check_model, context_for, stream_contexts
 from effasr.transcription.results import Alternative, Segment, WordConfidence, word_confidences
-from effasr.transcription.word_timestamps import Word, word_timestamps
+from effasr.transcription.word_timestamps import Word, in_order, word_timestamps
 from effasr_kernels import Context, PackedLayout, PackedSequence
 
 # Segments of a stream: where they end, and what they hold.
@@ -115,8 +115,8 @@ class StreamSegments:
         self._confidences: StreamConfidences | None = None
         if options.word_confidence:
             self._confidences = StreamConfidences(model, options.method)
-        # What comes before this frame is final.
-        self._since = 0
+        # What comes before this frame is final, and the end of the last word in it, in seconds.
+        self._since, self._said = 0, 0.0
 
     @property
     def _seconds(self) -> float:
@@ -210,12 +210,14 @@ class StreamSegments:
         if tokens:
             start = tokens[0][1] * of.frame_seconds
             end = min((tokens[-1][1] + 1) * of.frame_seconds, max(self._seconds, start))
+            if words := self._words(tokens, goes_on):
+                start, end = words[0].start, words[-1].end
             self._final.append(
                 Segment(
                     start,
                     end,
                     self.text([token for token, _ in tokens]),
-                    words=self._words(tokens, goes_on),
+                    words=words,
                     alternatives=tuple(
                         Alternative(self.text(other.tokens), other.score, other.rank)
                         for other in listed[: of.nbest or 0]
@@ -229,6 +231,9 @@ class StreamSegments:
         if self._loudness is None:
             return ()
         first, last, of = self._loudness.first, tokens[-1][1], self._options
+        # The next word may start at the last frame. Else that may extend beyond the audio, as the
+        # number of frames is rounded up.
+        until = max(self._said, last * of.frame_seconds if goes_on else self._seconds)
         timed = word_timestamps(
             [token for token, _ in tokens],
             [(frame - first, frame - first + 1) for _, frame in tokens],
@@ -236,14 +241,15 @@ class StreamSegments:
             frame_seconds=of.frame_seconds,
             speech=is_speech(self._loudness.levels),
             offset=first * of.frame_seconds,
-            # The next word may start at the last frame. Else that may extend beyond the audio, as
-            # the number of frames is rounded up.
-            until=last * of.frame_seconds if goes_on else self._seconds,
+            until=until,
             spaces=of.spaces,
         )
         # The last frame stays for the next segment, which a transducer may begin at the same frame.
         self._loudness.forget(last)
-        return tuple(timed)
+        # The last word of the segment before may continue after its last frame.
+        times = in_order([(word.start, word.end) for word in timed], self._said, until, 0.0)
+        self._said = times[-1][1] if times else self._said
+        return tuple(Word(word.text, *time) for word, time in zip(timed, times, strict=True))
 
     def _word_confidences(
         self, tokens: Sequence[tuple[int, int]], since: int, goes_on: bool
