@@ -15,9 +15,7 @@ from effasr.distributed.process_group import DistributedContext
 
 # torch 2.13 renamed the option, and warns of the old name.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = (
-    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
-)
+SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 
 
 def replicate(model: nn.Module, context: DistributedContext) -> nn.Module:
@@ -32,7 +30,7 @@ def replicate(model: nn.Module, context: DistributedContext) -> nn.Module:
         model,
         process_group=context.group,
         device_ids=[context.device] if context.device.type == "cuda" else None,
-        **{_SYNC_BUFFERS: False},  # type: ignore[reportArgumentType]
+        **{SYNC_BUFFERS: False},  # type: ignore[reportArgumentType]
         gradient_as_bucket_view=True,
     )
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from effasr.data.batch import Batch
 from effasr.data.collate import collate
-from effasr.distributed.ddp import replicate
+from effasr.distributed.ddp import SYNC_BUFFERS, replicate
 from effasr.distributed.grad_sync import DDPGradientSync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
@@ -263,8 +263,9 @@ def wrapped_quiet(context: DistributedContext, *, one_bucket: bool) -> tuple[ASR
     model, train_state = make(quiet_config(OptimizerConfig(eps=1e-4)), alone)
     wrapped = replicate(model, context)
     if not one_bucket:
+        options = {SYNC_BUFFERS: False}
         wrapped = DistributedDataParallel(
-            model, bucket_cap_mb=0.004, gradient_as_bucket_view=True, broadcast_buffers=False
+            model, bucket_cap_mb=0.004, gradient_as_bucket_view=True, **options
         )
     assert isinstance(wrapped, DistributedDataParallel)
     return model, replace(
