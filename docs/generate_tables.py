@@ -418,7 +418,8 @@ def decoder_depth() -> str:
         line = [f"{speech}, {' / '.join(depth)}", f"{int(steps):,}"]
         for greedy in (True, False):
             group = [row for row in rows if (row["search"] == "greedy") is greedy]
-            line += [", ".join(row["wer"] for row in group), f"{mean(group, 'rtfx'):.0f}"]
+            errors = ", ".join(f"{float(row['wer']):.3g}" for row in group)
+            line += [errors, f"{mean(group, 'rtfx'):.0f}"]
         lines.append(line)
     return markdown(titles, lines)
 
