@@ -31,6 +31,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import string
@@ -222,6 +223,12 @@ def _call(command: str, folder: Path, sources: Path) -> tuple[str, float, float]
     if process.returncode:
         raise RuntimeError(
             f"`{command}` ended with exit code {process.returncode}: see {folder / 'log.txt'}"
+        )
+    # A signal ends a training early, too, and its exit code is 0.
+    stopped = re.search(r"stopped at step (\d+);", (folder / "log.txt").read_text("utf-8")[-500:])
+    if stopped and f"training.stop_at={stopped[1]}" not in words:
+        raise RuntimeError(
+            f"`{command}` was stopped at step {stopped[1]}: run the study again, which begins it anew"
         )
     return output, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9
 

@@ -163,6 +163,14 @@ def test_costs_of_a_command_are_its_own(tmp_path) -> None:
     assert small_gb + 0.4 < large_gb < 1.4
 
 
+def test_a_training_that_a_signal_stopped_is_no_stage(tmp_path) -> None:
+    printed = "print('stopped at step 3; the same command continues from there')"
+    command = f"python -c {shlex.quote(printed)}"
+    with pytest.raises(RuntimeError, match="was stopped at step 3: run the study again"):
+        study._call(f"{command} training.stop_at=30", tmp_path, study.ROOT)
+    assert study._call(f"{command} training.stop_at=3", tmp_path, study.ROOT)[0]
+
+
 def test_a_subset_has_each_second_once(tmp_path) -> None:
     lines = [{"audio_filepath": f"{n}.wav", "duration": 6.0, "text": str(n)} for n in range(30)]
     manifest = tmp_path / "all.jsonl"
