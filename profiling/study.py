@@ -228,7 +228,7 @@ def _call(command: str, folder: Path, sources: Path) -> tuple[str, float, float]
     stopped = re.search(r"stopped at step (\d+);", (folder / "log.txt").read_text("utf-8")[-500:])
     if stopped and f"training.stop_at={stopped[1]}" not in words:
         raise RuntimeError(
-            f"`{command}` was stopped at step {stopped[1]}: run the study again, which begins it anew"
+            f"`{command}` was stopped at step {stopped[1]}: run the study again, which begins anew"
         )
     return output, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9
 
