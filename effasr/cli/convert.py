@@ -283,7 +283,8 @@ def _hugging_face(options: argparse.Namespace, loaded: LoadedModel, sources: lis
             "has_tokenizer": any((out / x).is_file() for x in ("tokenizer.json", "vocab.json"))
         }
         prompt = loaded.tokenizer.prompt(loaded.prompt)
-        # That of a Whisper is in its settings, unless it has learnt another tokenizer.
+        # That of a Whisper is in its settings, unless it has learnt another tokenizer, and a prompt
+        # of one token is the start token of `generate`.
         in_settings = isinstance(loaded.tokenizer, WhisperTokenizer) or len(prompt) == 1
         if loader.endswith("ForConditionalGeneration") and not in_settings:
             settings["prompt"] = tuple(prompt)

@@ -60,7 +60,7 @@ def warn_about_alignment(
     remedies = list(_remedies(framing, with_subsampling, None if survey is None else survey()))
     cause = (
         f"CTC learns late or not at all with so few frames per token; a median of "
-        f"{least_median(framing.subsampling):g} or more is usual."
+        f"{least_median(framing.subsampling):g} or more is enough."
     )
     remedy = (
         f"Remedy: {', or '.join(remedies)}."

@@ -171,6 +171,7 @@ class CTCPlateau(Detector):
 
     @property
     def _least_frames(self) -> float:
+        # Only an encoder at 8x can subsample less.
         return least_median(8 if self.can_subsample_less else 4)
 
     def _remedy(self, is_short: bool) -> str:
