@@ -657,13 +657,13 @@ def _of_seeds(errors: list[float]) -> str:
 
 def whisper_windows() -> str:
     """Errors of Whisper, untouched, by the silence behind an utterance."""
-    errors = {(row["size"], int(row["window"])): row["wer"] for row in read("whisper_windows")}
-    windows = sorted({window for _, window in errors}, reverse=True)
-    lines = [
-        [size, *(f"{float(errors[size, window]):.1f}" for window in windows)]
-        for size in ("tiny.en", "base")
-    ]
-    return markdown(["model", *(f"{window} s" for window in windows)], lines)
+    errors: dict[str, dict[int, str]] = {}
+    for row in read("whisper_windows"):
+        model = f"{row['size']}, {row['language']}"
+        errors.setdefault(model, {})[int(row["window"])] = f"{float(row['wer']):.1f}"
+    windows = sorted({window for row in errors.values() for window in row}, reverse=True)
+    lines = [[model, *(row.get(window, "") for window in windows)] for model, row in errors.items()]
+    return markdown(["model, language", *(f"{window} s" for window in windows)], lines)
 
 
 def whisper_speed() -> str:
