@@ -101,7 +101,7 @@ def test_the_baseline_is_the_loss_of_a_head_that_ignores_the_audio(frames_per_to
         # At its plateau it is named after two epochs.
         (SHORT, True, [(6.0, 50, 50, 0), (4.1, 50, 100, 1), (4.0, 50, 150, 2), (2.0, 100, 250, 3)],
          [False, False, True, False],
-         ["fewer than 1.8 encoder frames", "encoder.subsampling=4", "larger vocabulary"], "warmup"),
+         ["fewer than 1.8 encoder frames", "encoder.subsampling=4"], "vocabulary"),
         (replace(SHORT, frames_per_token=1.4), False, [(4.0, 50, 2000, 3)], [True],
          ["larger vocabulary"], "subsampling"),
         # Frames of 40 ms need fewer a token.

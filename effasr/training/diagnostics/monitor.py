@@ -187,10 +187,13 @@ class CTCPlateau(Detector):
                 f"{first}lower optimizer.lr, such as to 6e-4 with 20 s of audio a step; start "
                 "from a trained model (init_from); check that the texts belong to the audio."
             )
-        vocabulary = "train a tokenizer with a larger vocabulary (effasr tokenizer --vocab-size)"
         if self.can_subsample_less:
-            return f"set model.encoder.subsampling=4, or {vocabulary}, and begin anew."
-        return f"{vocabulary}, and begin anew."
+            # Of an hour of speech, larger vocabularies at 8x left the plateau later or not at all.
+            return "set model.encoder.subsampling=4, and begin anew."
+        return (
+            "train a tokenizer with a larger vocabulary (effasr tokenizer --vocab-size), and "
+            "begin anew."
+        )
 
 
 @dataclass
