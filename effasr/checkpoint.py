@@ -18,6 +18,7 @@ import ctypes
 import errno
 import math
 import os
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -286,9 +287,12 @@ def resolve(path: str | Path) -> Path:
             return target
     if checkpoints := newest_first(folder):
         return checkpoints[0]
+    problem = f"has neither {DESCRIPTION} nor checkpoints/step_*"
+    if path.suffix == ".nemo" or (path / "config.json").is_file() or any(path.glob("*.nemo")):
+        line = shlex.join(["effasr", "import", str(path), f"models/{path.stem}"])
+        problem = f"was not imported: `{line}`, and name models/{path.stem}"
     raise CheckpointError(
-        f"{path} must be a model directory or a run with a checkpoint, but has neither "
-        f"{DESCRIPTION} nor checkpoints/step_*."
+        f"{path} must be a model directory or a run with a checkpoint, but {problem}."
     )
 
 

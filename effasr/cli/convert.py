@@ -121,7 +121,12 @@ def _import_hugging_face(
 ) -> tuple[ASRModel, Tokenizer, Prompt | None]:
     from effasr.data.languages import AUTO
     from effasr.data.prompt import Prompt
-    from effasr.data.tokenizer import NoTokenizer, WhisperTokenizer, load_hugging_face
+    from effasr.data.tokenizer import (
+        CharacterTokenizer,
+        NoTokenizer,
+        WhisperTokenizer,
+        load_hugging_face,
+    )
     from effasr.interop.huggingface.checkpoint import CLASSES, import_model
     from effasr.interop.huggingface.ctranslate2 import is_ctranslate2
     from effasr.interop.huggingface.files import check_tokenizer, read_config, read_prompt_settings
@@ -144,7 +149,11 @@ def _import_hugging_face(
     check_tokenizer(source)
     files = any((source / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     tokenizer = load_hugging_face(source, language) if files else NoTokenizer()
-    model = ASRModel.from_state_dict(*import_model(source, language))
+    blank = tokenizer.blank if isinstance(tokenizer, CharacterTokenizer) else None
+    model = ASRModel.from_state_dict(*import_model(source, language, blank))
+    if blank is not None and model.vocab_size == 1 < tokenizer.vocab_size:
+        log("import", f"{source / 'vocab.json'} is not used, as the weights have no head for it")
+        tokenizer = NoTokenizer()
     if not files and model.vocab_size > 1:
         raise ValueError(
             f"{source / 'vocab.json'}: there is no such file: copy it and tokenizer_config.json "

@@ -495,6 +495,8 @@ class Initial:
         speeds = audio_seconds_per_second(settings, size, frames, tokens, device)
         if speeds is None:
             return f"unknown, because this machine's {device.type} has not enough memory for it"
+        if not speeds:
+            return "unknown, because no utterance is short enough for the model"
         low, median, high = np.percentile(speeds, (25, 50, 75))
         # Silence behind an utterance is computed, too.
         audio = self.request.steps * math.prod(self.request.frames) * self.framing.seconds
@@ -608,12 +610,19 @@ def audio_seconds_per_second(
 ) -> tuple[float, ...] | None:
     """Train a few steps in a separate process, on batches of these lengths.
 
-    Returns seconds of audio per second of each step; None if memory does not suffice. ``frames``
-    and ``tokens`` (n,) are those of utterances of the corpus, the prompt included. Audio loading is
-    not measured, because it overlaps with training.
+    Returns seconds of audio per second of each step, none where the model can take no utterance;
+    None if memory does not suffice. ``frames`` and ``tokens`` (n,) are those of utterances of the
+    corpus, the prompt included. Audio loading is not measured, as it overlaps with training.
     """
     resolved = resolve_config(recipe, None)
-    lengths = UtteranceLengths(frames.astype(np.int32), tokens.astype(np.int32))
+    # Training drops what the model cannot read or write.
+    decoder, most = resolved.model.decoder, resolved.model.encoder.max_frames
+    fits = np.full(len(frames), fill_value=True) if most is None else frames <= most
+    if decoder is not None:
+        fits &= tokens <= decoder.max_positions
+    if not fits.any():
+        return ()
+    lengths = UtteranceLengths(frames[fits].astype(np.int32), tokens[fits].astype(np.int32))
     framing = resolved.model.features.framing
     transducer = resolved.model.transducer is not None
     work = Population.of(lengths, framing=framing, transducer=transducer).workload(

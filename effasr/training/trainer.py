@@ -463,8 +463,9 @@ class Trainer:
                 f"name={self.config.name}2)"
             )
         log.warning(
-            "no validation reached the %s of %.4g that the model had before, with its silence: %s.",
-            *(metric.name, before, remedies),
+            "no validation was better than the %s of %s that the model had before, with its "
+            "silence: %s.",
+            *(metric.label, metric.text(before), remedies),
         )
 
     def _window_of_source(self) -> float | None:
@@ -472,8 +473,11 @@ class Trainer:
 
         It is how good the model was before; without its silence it repeats itself.
         """
+        if self.progress.step or self.config.model.features.kind != "whisper":
+            return None
+        # Only the beginning of a run needs the folder, which may be gone later.
         source = source_of_model(self.config, None)
-        if self.progress.step or source is None or self.config.model.features.kind != "whisper":
+        if source is None:
             return None
         before = read_description(source).model.features
         if before.kind != "whisper" or before.minimum_s == self.config.model.features.minimum_s:

@@ -68,6 +68,16 @@ def test_language_and_task_are_those_that_it_was_tuned_for(
     assert yaml.safe_load((tmp_path / "again" / "model.yaml").read_text())["prompt"] == prompt
 
 
+def test_an_older_configuration_names_the_language_where_generation_does_not(
+    effasr, whisper, tmp_path
+):
+    prompt = forced("<|de|>", "<|transcribe|>", "<|notimestamps|>")
+    update(whisper / "config.json", forced_decoder_ids=prompt)
+    update(whisper / "generation_config.json", forced_decoder_ids=None)
+    assert effasr("import", whisper, tmp_path / "model").code == 0
+    assert load_model(tmp_path / "model").prompt.source == "de"
+
+
 def test_a_tokenizer_saved_with_a_language_names_it(effasr, whisper, tmp_path):
     (whisper / "tokenizer_config.json").write_text(json.dumps({"language": "german"}))
     assert effasr("import", whisper, tmp_path / "model").code == 0

@@ -6,7 +6,9 @@ import shutil
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 from effasr import checkpoint, config
 from effasr.data.features.frame_geometry import Framing
@@ -115,6 +117,30 @@ def test_the_time_is_a_median_with_a_range_and_has_validations(workplace, monkey
     assert made.dev_seconds > 0
     longer = replace(made, dev_seconds=3 * hours * 3600).expected_time()
     assert longer.startswith(initial.duration_text(21 * hours * 60))
+
+
+@pytest.mark.parametrize(
+    ("frames", "tokens", "kept"),
+    [(40, 9, 2), (900, 9, 1), (40, 2000, 1), (900, 2000, 1), (None, None, 0)],
+)
+def test_what_the_model_cannot_take_is_not_timed(frames, tokens, kept, monkeypatch):
+    """Training drops it: too much speech, or a text of more tokens than the decoder has."""
+    asked = []
+    monkeypatch.setattr(
+        initial,
+        "measure",
+        lambda request: asked.append(request) or Measurement(fits=True, speeds=(9.0,)),
+    )
+    recipe = config.load(TrainConfig, "small", [
+        "model.encoder.max_frames=500", "data.frame_budget=1000",
+    ])  # fmt: skip
+    lengths = [(30, 8), (frames, tokens)] if kept else [(30, 2000)]
+    columns = map(np.array, zip(*lengths, strict=True))
+    speeds = initial.audio_seconds_per_second(recipe, 64, *columns, torch.device("cpu"))
+    assert len(speeds) == len(asked) == min(kept, 1)
+    assert {pair for batch in asked for rows in batch.workload.timed for pair in rows} == {
+        pair for pair in lengths if pair[0] <= 500 and pair[1] <= 1024
+    }
 
 
 def test_steps_grow_with_the_hours_and_averages_with_the_steps():

@@ -116,7 +116,7 @@ def test_from_hugging_face_and_back(
     assert rows[0]["cer"] == json.loads((tmp_path / "of/wer.json").read_text())["cer"]
     assert follow(run / "checkpoints/best") == run / "checkpoints/step_00000003"
     is_worse = rows[1]["wer"] >= rows[0]["wer"]
-    assert ("no validation reached the wer of" in caplog.text) == is_worse
+    assert ("no validation was better than the WER of" in caplog.text) == is_worse
     (dropped,) = read_lines(run / "dropped.jsonl")
     # 2.3 s are more than this model can read.
     assert (Path(dropped["audio"]).name, dropped["reason"]) == ("5.wav", "over_model_length")
@@ -151,6 +151,30 @@ def test_from_hugging_face_and_back(
     (lines,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(out)
     exec(lines, {})
+    # What the run began from may be gone when it goes on.
+    shutil.rmtree(imported)
+    further = ("model.features.minimum_s=0", "training.max_steps=6")
+    assert effasr("train", "finetune_whisper", *settings, *further).code == 0
+    assert [row["step"] for row in read_lines(run / "validation.jsonl")] == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "transcribe MODEL MANIFEST", "evaluate MODEL MANIFEST", "export MODEL out",
+        "init MANIFEST --init-from MODEL --no-timing",
+    ],
+)  # fmt: skip
+def test_a_model_that_was_not_imported_is_refused_with_the_line_that_imports_it(
+    command, effasr, whisper_checkpoint, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    paths = {"MODEL": whisper_checkpoint, "MANIFEST": corpus / "manifest.jsonl"}
+    failed = effasr(*(paths.get(word, word) for word in command.split()))
+    assert failed.code == 2, failed
+    line = failed.error.partition("`effasr ")[2].partition("`")[0]
+    assert effasr(*line.split()).code == 0
+    assert resolve(line.split()[-1])
 
 
 def test_alignment_heads_of_another_model_are_left_out_with_a_warning(

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from effasr.checkpoint import load_model
+from effasr.cli.main import main
 from effasr.data.batch import StaticShape
 from effasr.data.collate import Example, collate
 from effasr.data.features.spec_augment import SpecAugmentConfig
-from effasr.data.tokenizer import CharacterTokenizer, load_tokenizer
+from effasr.data.tokenizer import CharacterTokenizer, NoTokenizer, load_tokenizer
 from effasr.interop.huggingface.checkpoint import CLASSES, export_model, import_model
 from effasr.interop.huggingface.files import SpecialTokens
 from effasr.interop.tables import export_weights
@@ -296,6 +298,60 @@ def test_texts_are_those_of_their_tokenizer(tmp_path, settings):
         assert ours.decode(ids) == told.replace(theirs.unk_token, "").strip()
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert again.get_vocab() == theirs.get_vocab()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("published", ["another blank", "late tokens", "no head"])
+def test_the_vocabulary_of_a_published_folder(tmp_path, published):
+    folder, out, vocabulary = tmp_path / "theirs", tmp_path / "ours", dict(VOCABULARY)
+    if published == "no head":  # such as facebook/wav2vec2-base
+        make_pretrained(folder, "Wav2Vec2ForPreTraining")
+    else:
+        theirs = make_wav2vec2(folder, "base")
+    if published == "another blank":  # than that of config.json
+        vocabulary |= {"<pad>": VOCABULARY["E"], "E": VOCABULARY["<pad>"]}
+    if published == "late tokens":
+        added = {f"<{n}>": len(VOCABULARY) + n for n in range(2)}
+        (folder / "added_tokens.json").write_text(json.dumps(added))
+    write_tokenizer(folder, vocabulary)
+    assert main(["import", str(folder), str(out)]) == 0
+    ours = load_model(out)
+    if published == "no head":
+        assert (ours.model.vocab_size, type(ours.tokenizer)) == (1, NoTokenizer)
+        return
+    (example,) = spoken((14_005,))
+    logits = ours.model.ctc_logits(
+        ours.model.encode(batch_of(ours.model, [example], static=False)).values
+    )
+    classes = logits.argmax(1).unique_consecutive()
+    text = ours.tokenizer.decode(classes[classes < ours.model.vocab_size].tolist())
+    processor = transformers.Wav2Vec2CTCTokenizer.from_pretrained(folder)
+    values = extractor_of(theirs)(example.audio, sampling_rate=16_000, return_tensors="pt")
+    assert text == processor.decode(theirs(values.input_values).logits[0].argmax(1)).strip()
+    assert len(set(text)) > 3
+
+
+@pytest.mark.parametrize(
+    ("letters", "text", "expected"),
+    [
+        ("AEGORSTß", "Große Straße", "GROßE STRAßE"),
+        ("AEGORST", "Große Straße", "GROSSE STRASSE"),
+        ("aegorstß", "GROßE", "große"),
+        ("AEaegorß", "Ea", "Ea"),
+    ],
+)
+def test_the_case_of_a_vocabulary(tmp_path, letters, text, expected):
+    names = ["<pad>", "<unk>", "|", *letters]
+    write_tokenizer(tmp_path, {name: number for number, name in enumerate(names)})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text, "de")) == expected
+
+
+def test_phonemes_are_refused_with_what_to_import(tmp_path):
+    names = {name: n for n, name in enumerate(("<pad>", "<unk>", "ə", "i"))}
+    write_tokenizer(tmp_path, names, tokenizer_class="Wav2Vec2PhonemeCTCTokenizer")
+    with pytest.raises(ValueError, match=r"characters, but is of phonemes.*only pretrained"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_language_of_mms_is_read(tmp_path):

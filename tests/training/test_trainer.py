@@ -321,6 +321,6 @@ def test_a_whisper_that_became_worse_is_named(best, silence, is_worse, remedy, c
     config = SimpleNamespace(name="mine", model=model, data=SimpleNamespace(frame_budget=1000))
     judged = SimpleNamespace(validate=judge, config=config)
     trainer.Trainer._warn_if_worse(judged, RunProgress(before=0.4, best=best))
-    assert ("no validation reached the wer of 0.4 " in caplog.text) == is_worse
+    assert ("better than the WER of 40.00 % " in caplog.text) == is_worse
     assert remedy in caplog.text
     assert ("name=mine2" in caplog.text) == bool(remedy)

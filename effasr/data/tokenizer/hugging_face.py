@@ -1,6 +1,7 @@
 """Tokenizers of Hugging Face's models: of Canary and Parakeet, of wav2vec 2.0, and of Whisper."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -307,7 +308,12 @@ class CharacterTokenizer(Tokenizer):
         if isinstance(next(iter(vocabulary.values()), None), dict):
             vocabulary = self._of_language(vocabulary, language)
         if (folder / ADDED_FILE).is_file():
-            vocabulary = {**vocabulary, **read_json_object(folder / ADDED_FILE)}
+            added, model = read_json_object(folder / ADDED_FILE), folder / "config.json"
+            settings = read_json_object(model) if model.is_file() else {}
+            classes = settings.get("vocab_size") or math.inf
+            # transformers adds tokens that a model was trained without: it never writes them.
+            late = {x for x, n in added.items() if type(n) is int and n >= classes}
+            vocabulary = {**vocabulary, **{x: n for x, n in added.items() if x not in late}}
         names = {kind: self._special(f"{kind}_token", name) for kind, name in _SPECIALS.items()}
         self._delimiter = self._special("word_delimiter_token", "|")
         self._vocabulary = vocabulary
@@ -324,9 +330,14 @@ class CharacterTokenizer(Tokenizer):
         texts = [token for token in self._ids if token not in self.specials]
         longest_first = sorted((x for x in texts if len(x) > 1), key=len, reverse=True)
         self._pattern = re.compile("|".join([*map(re.escape, longest_first), "."]), re.DOTALL)
-        letters = "".join(texts)
-        cases = (case for case in (str.upper, str.lower) if case(letters) == letters)
-        self._case = next(cases, str)
+        self._letters = letters = frozenset("".join(texts))
+        # A letter such as ß has no single one of the other case.
+        cases = ((str.upper, self._capitals), (str.lower, str.lower))
+        fits = (case for to, case in cases if all(to(x) == x or len(to(x)) > 1 for x in letters))
+        self._case = next(fits, str)
+
+    def _capitals(self, text: str) -> str:
+        return "".join(x if x in self._letters else x.upper() for x in text)
 
     def _of_language(self, vocabularies: dict[str, Any], language: str | None) -> dict[str, Any]:
         chosen = language or self._settings.get("target_lang")
@@ -344,6 +355,12 @@ class CharacterTokenizer(Tokenizer):
         return str(value["content"] if isinstance(value, dict) else value)
 
     def _check(self, pad: str) -> None:
+        if "Phoneme" in str(self._settings.get("tokenizer_class")):
+            raise ValueError(
+                f"{self._path}: must be a vocabulary of characters, but is of phonemes, which are "
+                "not spelled here: import a model that was only pretrained, such as "
+                "facebook/wav2vec2-large-lv60."
+            )
         numbers = list(self._vocabulary.values())
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{self._path}: must map tokens to their numbers, but does not.")

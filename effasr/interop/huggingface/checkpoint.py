@@ -51,19 +51,22 @@ _LOST_OPTIONS = {
 
 
 def import_model(
-    directory: str | Path, language: str | None = None
+    directory: str | Path, language: str | None = None, blank: int | None = None
 ) -> tuple[ModelConfig, int, dict[str, Tensor]]:
     """Configuration, vocabulary size and state for `ASRModel`, of a model directory.
 
-    ``language`` names the adapters of MMS that are read, by default those within the weights. The
-    class is what ``config.json`` names. The weights become float32. The vocabulary size does
-    not count a blank, which must be the last class.
+    ``language`` names the adapters of MMS that are read, by default those within the weights, and
+    ``blank`` the class of a wav2vec 2.0's blank, by default that of ``config.json``, which names
+    the class of models. The weights become float32. The vocabulary size does not count a blank,
+    which must be the last class.
     """
     directory = Path(directory)
     try:
         content = _read_content(directory)
         if language is not None:
             content = wav2vec2.with_language(content, directory, language)
+        if blank is not None:
+            content = wav2vec2.with_blank(content, blank)
         class_ = CLASSES[content.config["model_type"]]
         config, vocab_size = class_.read(content)
         shapes = weight_shapes(config, vocab_size)

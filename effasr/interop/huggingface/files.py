@@ -118,9 +118,15 @@ def read_generation(directory: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
+_FORCED = "forced_decoder_ids"
+
+
 def read_prompt_settings(directory: Path) -> dict[str, Any]:
-    """The settings of generation, or of an older configuration, else those of the tokenizer."""
-    settings = read_generation(directory) or read_json_object(directory / "config.json")
+    """The settings of generation, else those of an older configuration and of the tokenizer."""
+    config = read_json_object(directory / "config.json")
+    settings = read_generation(directory) or config
+    if not any(settings.get(x) for x in ("language", "task", _FORCED)):
+        settings = {**settings, _FORCED: config.get(_FORCED)}
     saved = directory / "tokenizer_config.json"
     tokenizer = read_json_object(saved) if saved.is_file() else {}
     names = {name: tokenizer[name] for name in ("language", "task") if name in tokenizer}

@@ -258,6 +258,19 @@ def with_language(content: Content, directory: Path, language: str) -> Content:
     return replace(content, config=config, weights=weights)
 
 
+def with_blank(content: Content, blank: int) -> Content:
+    """Take the tokenizer's blank, by which transformers decodes, for that of the configuration."""
+    stated = content.config.get("pad_token_id", 0)
+    if stated != blank:
+        _log.warning(
+            "`pad_token_id` = %s of config.json is not the blank: it is %d, that of the tokenizer, "
+            "as in transformers' pipeline.",
+            stated,
+            blank,
+        )
+    return replace(content, config={**content.config, "pad_token_id": blank})
+
+
 def _write(family: str, model: ASRModel, tokens: SpecialTokens) -> Content:
     encoder, head, blank = model.config.encoder, model.ctc_head, tokens.blank_id
     features, is_omni = model.config.features, family == _OMNI
