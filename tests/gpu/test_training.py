@@ -133,6 +133,23 @@ def test_a_cuda_graph_replays_the_same_steps(gpu: torch.device) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_the_host_does_not_wait_for_a_step(gpu: torch.device, is_recorded: bool) -> None:
+    state = make_train_state(gpu, "relative", dropout=0.1)
+    if is_recorded:
+        run, model = partial(run_micro_batch, state), state.model
+        graph = MicroBatchGraph(run, gpu, model.parameters(), model.buffers())
+        state = replace(state, graph=graph)
+    batches = [make_batch(step).pin_memory() for step in range(4)]
+    for step, batch in enumerate(batches):
+        # The first step makes the optimizer's state, and the recording.
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            train_step(state, [batch], step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_memory_stays_what_the_second_step_takes(gpu: torch.device) -> None:
     # What other tests left behind must not go while this one counts.
     gc.collect()
