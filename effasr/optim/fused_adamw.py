@@ -1,7 +1,7 @@
 """AdamW whose update also clips, averages the weights and casts their copies."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,11 @@ class FusedAdamW(torch.optim.AdamW):
             copy.copy_(parameter)
 
     @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        """Return the norm of all gradients, float32 ()."""
+    def gradient_norm(self, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Return the norm of all gradients, float32 (); without a GPU, in this order."""
         if kernel_unsupported_reason(self._parameters[0]) is not None:
-            return get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+            chosen = self._parameters if parameters is None else parameters
+            return get_total_norm([p.grad for p in chosen if p.grad is not None])
         self._steps = self._begin() if self._steps is None else self._steps
         return self._table.norm([_laid_out_as(p, p.grad) for p in self._parameters])
 

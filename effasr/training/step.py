@@ -316,7 +316,8 @@ def clip_gradient(state: TrainState) -> Tensor:
     """
     optimizer = state.optimizer
     if isinstance(optimizer, FusedAdamW):
-        optimizer.norm, optimizer.clip = optimizer.gradient_norm(), state.config.clip
+        optimizer.norm = optimizer.gradient_norm(state.model.parameters())
+        optimizer.clip = state.config.clip
         return optimizer.norm
     return full_tensor(nn.utils.clip_grad_norm_(state.model.parameters(), state.config.clip))
 
