@@ -62,8 +62,10 @@ def _counting(counts: Counter[str]) -> Any:
         if emulate is not None:
             emulate(made)
             return
+        # Which `launch` adds itself.
+        options = {x: made.options[x] for x in made.options if x != "enable_fp_fusion"}
         with diverted(None):
-            launch(made.kernel, made.grid, *made.values, **made.options, **made.constants)
+            launch(made.kernel, made.grid, *made.values, **options, **made.constants)
 
     return diverted(take, capability)
 
