@@ -91,7 +91,8 @@ def test_a_recording_replaces_gradients(device: torch.device, kinds: str) -> Non
 
         return replay, tuple(outputs)
 
-    expected_outputs = torch.zeros(len(LOSSES)), torch.zeros(SHAPE.max_sequences)
+    shapes = len(LOSSES), SHAPE.max_sequences
+    expected_outputs = tuple(torch.zeros(shape, device=device) for shape in shapes)
     averages = []
     for is_recorded in (False, True):
         state = make_train_state(device, "relative", half=True, text="t" in kinds)
