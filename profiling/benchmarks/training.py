@@ -90,6 +90,7 @@ class Setup:
     corpus: Corpus
     shape: StaticShape
     device: torch.device
+    mode: str = "auto"  # of `MODES` after `with_mode`
 
     @classmethod
     def of(cls, options: argparse.Namespace, model: str | None = None) -> "Setup":
@@ -129,7 +130,7 @@ class Setup:
         if mode.endswith("narrow"):
             model = replace(model, residual_in_fp32=False)
         config = replace(self.config, model=model, training=training, optimizer=optimizer)
-        return self if config == self.config else replace(self, config=config)
+        return replace(self, config=config, mode=mode)
 
     def batches(self, system: str, count: int) -> list[Batch]:
         made = batches_of(system, self.corpus, self.shape, count)
@@ -253,12 +254,11 @@ def row_of(
     p20, p50, p80 = harness.percentiles(times)
     peak = peak_flops(setup.device)
     frames, tokens = (sum(getattr(b, f"num_{x}") for b in batches) for x in ("frames", "tokens"))
-    graph, compiled = config.training.cuda_graph is True, config.training.compile
     on_cpu = setup.device.type == "cpu"
     return {
         "system": system.system,
         "model": config.name,
-        "mode": "_".join(["graph"] * graph + ["compile"] * compiled) or "eager",
+        "mode": setup.mode,
         "precision": config.training.precision,
         "threads": torch.get_num_threads() if on_cpu else "",
         "utterances": round(statistics.mean(len(batch.ids) for batch in batches), 1),
@@ -271,8 +271,8 @@ def row_of(
         "mfu": "" if peak is None else round(useful / peak, 4),
         "tflops_useful": round(useful / 1e12, 4),
         "loss_difference": "",
-        "graph": graph,
-        "compile": compiled,
+        "graph": config.training.cuda_graph is True,
+        "compile": config.training.compile,
         **system.fields,
         **harness.provenance(setup.device),
     }
