@@ -87,7 +87,8 @@ def _overwritten_in(loop: list[tuple[int, str, str]]) -> set[int]:
             held |= {*range(int(left[1]), int(left[1]) + 4)} - written
         if result := re.match(r"(?:P[\dT], )?R(\d+)", operands):
             columns = re.search(r"GMMA\.64x(\d+)", operation)
-            words = 4 if ".128" in operation else 1 + bool(re.search(r"\.64|WIDE", operation))
+            words = 1 + bool(re.search(r"\.64|WIDE|88\.2", operation))
+            words = 4 if re.search(r"\.128|88\.4", operation) else words
             size = int(columns[1]) // 2 if columns else words
             written |= {*range(int(result[1]), int(result[1]) + size)}
     return held & written
