@@ -22,6 +22,7 @@ from tests.support.kernel_resources import (
     cuobjdump,
     overwritten_operands,
     products_of,
+    resources_of,
 )
 
 REACH = 200
@@ -146,7 +147,9 @@ def test_compiles_with_tile_tables(compiled_ok: CompiledOk, width: int, features
     """As many programs share a multiprocessor, up to two, and none searches before its loop."""
     kernels = products(features) - RELATIVE
     launches = launches_of(features, width=width)
-    searching = compiled_ok(launches_of(features, width=width, tables=False), 90)
+    # Without tables, it may spill a few bytes.
+    alone = launches_of(features, width=width, tables=False)
+    searching = {x.kernel.fn.__name__: resources_of(x, 90) for x in alone}
     reading = compiled_ok(launches, 90)
     warps = {x.kernel.fn.__name__: x.options["num_warps"] for x in launches}
     for name in kernels:
