@@ -14,7 +14,8 @@ optimizer of PyTorch, with launches for clipping and casts of their own, ``graph
 ``graph_narrow`` a residual stream in the dtype of the products. On a CPU systems take turns, a step
 each; on a GPU, and with several models or modes, each has a process of its own. The steps of a row
 are spread over an epoch by the length of their utterances: its throughput is that of all of them,
-its time the median of a step. --profile DIR records steps for ``profiling/report.py``, which has
+its time the median of a step, on a GPU from the end of one to the end of the next, as the host of a
+run is ahead. --profile DIR records steps for ``profiling/report.py``, which has
 the time by category of kernel, in place of timing.
 Needs torch and triton alone, but for the bucketed systems, which are lhotse's, and transformers.
 Exit code 1: something failed; 3: nothing could be measured here.
@@ -60,6 +61,7 @@ from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.flops import peak_flops, work_of
+from effasr.training.step import StepReport
 
 STATIC = "packed_static"  # with static shapes, which graphs and compilation need
 SYSTEMS = (
@@ -215,7 +217,7 @@ class Prepared:
         fields: dict[str, Any] = {"frame_budget": setup.shape.frame_budget}
         if system != "transformers":
             trainer = Effasr(setup.config, model, setup.device)
-            step = lambda number: trainer.timed_step(number, batches[number])
+            step = lambda number: trainer.step(number, batches[number])
             return cls(system, setup, batches, step, fields)
         fields["loss_difference"] = loss_difference(setup, model)
         if fields["loss_difference"] > 1e-3:
@@ -230,15 +232,21 @@ def measured(prepared: Sequence[Prepared], steps: int) -> Iterator[dict[str, Any
     """Yield the row of each system; they take turns, and the first steps are not counted."""
     warm = len(prepared[0].batches) - steps
     device = prepared[0].setup.device
-    if device.type == "cuda":
-        assert len(prepared) == 1  # whose peak memory is measured
     seconds: list[list[float]] = [[] for _ in prepared]
-    peaks: list[int | None] = []
-    for turn in harness.in_turns([system.step for system in prepared], warm + steps, device):
-        peaks.append(turn.peak_bytes)
-        if turn.number >= warm:
-            seconds[turn.system].append(turn.seconds)
-    peak = None if device.type != "cuda" else max(x or 0 for x in peaks)
+    reports: list[object] = []
+    peak = None
+    if device.type == "cuda":
+        (system,) = prepared  # whose peak memory is measured
+        queue = lambda number: reports.append(system.step(number))
+        times, peak = harness.in_sequence(queue, warm + steps, device)
+        seconds[0] = times[warm - 1 :]
+    else:
+        for turn in harness.in_turns([system.step for system in prepared], warm + steps, device):
+            if turn.number >= warm:
+                seconds[turn.system].append(turn.seconds)
+    if any(isinstance(x, StepReport) and x.read()["splits"] for x in reports):
+        # The time of a batch in parts would not be that of the batch.
+        raise ValueError("a micro-batch did not fit in memory whole: lower the budget.")
     for system, times in zip(prepared, seconds, strict=True):
         yield row_of(system, warm, times, peak)
 
