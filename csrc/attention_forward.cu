@@ -86,7 +86,10 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
       if (step == 0) write_group_scores<T, D>(ring, by_position, tiles, -1);
       write_group_scores<T, D>(ring, by_position, tiles + (step + 1) % 2 * kTileBytes<D>, step);
       read_group_scores(scores, ring, step);
-      multiply_group_rows<T, D, true>(scores, by_content, tiles + kKeyTile);
+      // Of two products in a loop that each are the only one of their left operands, ptxas 12.8 to 13.0 gives one
+      // register to both operands, though the queries are needed again. At width 64 the weights have one product, so
+      // the queries have two. `overwritten_operands` in tests/support/kernel_resources.py looks for it.
+      multiply_group_rows<T, D, true, D == 64 ? 4 : 8>(scores, by_content, tiles + kKeyTile);
     } else {
       const int row = step % 2 * kRows + 48 - 16 * warp();
       write_scores<T, D, kRows>(ring, by_position, at, 0, row, step == 0);

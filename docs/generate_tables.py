@@ -94,10 +94,10 @@ LENGTHS = {
 }
 
 
-def training_rows() -> list[Row]:
-    """The rows of training on a CPU."""
+def training_rows(*, on_gpu: bool = False) -> list[Row]:
+    """The rows of training on a CPU or on GPUs."""
     keys = ("device", "system", "model", "precision", "threads", "frame_budget", "mode")
-    return [row for row in read("training", *keys) if row["device"].startswith("cpu")]
+    return [row for row in read("training", *keys) if row["device"].startswith("cpu") != on_gpu]
 
 
 def training() -> str:
@@ -129,6 +129,83 @@ def training() -> str:
             ]
         )
     return markdown(titles, lines, texts=3)
+
+
+def gpu_training() -> str:
+    """Throughput, step time, share of the peak of matrix products and memory on a GPU."""
+    peaks: dict[str, float] = {}
+    for row in read("matmul_peak"):
+        peaks[row["device"]] = max(peaks.get(row["device"], 0.0), float(row["tflop_per_s"]))
+    lines = [
+        [
+            *(row["model"], row["system"], row["mode"]),
+            f"{float(row['audio_s_per_s']):,.0f}",
+            f"{1e3 * float(row['step_s']):.1f}",
+            f"{float(row['tflops_useful']):.0f}",
+            percent(str(float(row["tflops_useful"]) / peaks[row["device"]])),
+            percent(row["padding_frames"]),
+            f"{int(row['peak_bytes']) / 1e9:.1f}",
+            _where(row),
+        ]
+        for row in sorted(training_rows(on_gpu=True), key=lambda row: row["model"])
+    ]
+    titles = ["model", "system", "mode", "audio s / s", "step, ms", "useful TFLOP/s"]
+    titles += ["% of the peak", "padding of frames %", "memory, GB", "where"]
+    return markdown(titles, lines, texts=3)
+
+
+def gpu_encoder() -> str:
+    """Forward and backward of an encoder on a GPU."""
+    rows = read("encoder", "system", "mode", "utterances", "seconds", "device")
+    lines = [
+        [
+            *(f"{row['utterances']} x {row['seconds']} s", row["system"], row["mode"]),
+            *(f"{float(row['step_ms']):.1f}", f"{float(row['audio_s_per_s']):,.0f}"),
+            *(f"{int(row['peak_bytes']) / 1e9:.1f}", _where(row)),
+        ]
+        for row in rows
+    ]
+    titles = ["batch", "system", "mode", "ms", "audio s / s", "memory, GB", "where"]
+    return markdown(titles, lines, texts=3)
+
+
+def gpu_ops() -> str:
+    """Forward and backward of operations on a GPU, with those of other projects."""
+    rows = read("ops", "op", "kind", "backend", "shape", "mode", "device")
+    chosen = [row for row in rows if row["mode"] == "forward+backward"]
+    lines = []
+    for (op, kind, shape, _), group in grouped(chosen, "op", "kind", "shape", "device").items():
+        ours = [row for row in group if not row["backend"].startswith("peer: ")]
+        best = min(float(row["p50_ms"]) for row in ours)
+        peers = sorted((x for x in group if x not in ours), key=lambda x: float(x["p50_ms"]))
+        lines.append(
+            [
+                *(f"`{op}` {kind}".strip(), shape),
+                ", ".join(f"{x['backend']} {float(x['p50_ms']):.3f}" for x in ours),
+                ", ".join(
+                    f"{x['backend'].removeprefix('peer: ')} {float(x['p50_ms']):.3f}"
+                    f" ({float(x['p50_ms']) / best:.2f}x)"
+                    for x in peers
+                )
+                or "-",
+                f"{min(int(x['peak_bytes']) for x in ours) / 1e9:.2f}",
+                _where(group[0]),
+            ]
+        )
+    titles = [
+        "operation",
+        "shape",
+        "ours, ms",
+        "others, ms (times our best)",
+        "memory, GB",
+        "where",
+    ]
+    return markdown(titles, lines, texts=4)
+
+
+def _where(row: Row) -> str:
+    """GPU, revision and date of a row."""
+    return f"{row['device'].removeprefix('NVIDIA ')}, {row['git'][:7]}, {row['date'][:10]}"
 
 
 def padding() -> str:
@@ -427,15 +504,19 @@ def decoder_depth() -> str:
 def inference() -> str:
     """RTFx by depth and batch, against transformers."""
     rows = read("inference", "system", "shape", "size", "batch", "dtype", "device")
-    groups = grouped(rows, "shape", "batch", "dtype")
+    groups = grouped(rows, "shape", "batch", "dtype", "device")
     lines = []
-    for key, group in sorted(groups.items(), key=lambda item: int(item[0][1])):
+    for key, group in sorted(groups.items(), key=lambda item: (item[0][3][:3], int(item[0][1]))):
         by_system = {row["system"]: row for row in group}
-        ours, peer = (float(by_system[name]["rtfx"]) for name in ("effasr", "transformers"))
-        revision = by_system["effasr"]["git"][:7]
-        lines.append([*key, f"{ours:.0f}", f"{peer:.0f}", f"{ours / peer:.2f}", revision])
+        ours, peer = (
+            float(by_system[name]["rtfx"]) if name in by_system else None
+            for name in ("effasr", "transformers")
+        )
+        speeds = ["-" if x is None else f"{x:,.0f}" for x in (ours, peer)]
+        speeds.append(f"{ours / peer:.2f}" if ours and peer else "-")
+        lines.append([*key[:3], *speeds, key[3].split()[-1], group[0]["git"][:7]])
     titles = ["encoder / decoder layers", "batch", "precision", "effasr, RTFx"]
-    return markdown([*titles, "transformers, RTFx", "ratio", "revision"], lines)
+    return markdown([*titles, "transformers, RTFx", "ratio", "machine", "revision"], lines)
 
 
 def conversations() -> str:
@@ -714,6 +795,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(compiled_counts, small_data, optimizers, large_batches, hosts, subsampling),
         *(other_language, whisper_finetuning, mixed_batches, attention_counts, forgetting),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),
+        *(gpu_training, gpu_encoder, gpu_ops),
     )
 }
 

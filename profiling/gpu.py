@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in order of worth: tests first, then steps, kernels, real runs.
 
     python profiling/gpu.py [--minutes 9] [--output DIR] [--archive DIR] [--continue-from ARCHIVE]
-        [--only PART ...] [--skip PART ...] [--whisper FOLDER]
+        [--only PART ...] [--skip PART ...] [--whisper FOLDER] [--untested]
     python profiling/gpu.py --dry-run
 
 Needs torch, triton and this repository; what needs more, and is not installed, is left out with its
@@ -53,6 +53,7 @@ import yaml
 from gpu_tests import (
     ADAPTERS,
     GROUPS,
+    MODEL,
     OPERATIONS,
     POISONED,
     ROOT,
@@ -174,6 +175,8 @@ class Call:
         self.dry, self.output = options.dry_run, output
         self.archive = output if options.archive is None else options.archive.resolve()
         self.whisper = options.whisper
+        # A file, as rows stay in the folder.
+        self.untested, self.marker = options.untested, output / "untested.txt"
         names = {part.name for part in PARTS if part.name != "whisper" or options.whisper}
         chosen = (names & set(options.only) if options.only else names) - set(options.skip)
         has_command = lambda part: bool(part.dry if self.dry else part.command)
@@ -278,11 +281,15 @@ class Call:
             return self._run_tests(seconds)
         groups = groups_in(read_outcomes(self.output / "tests.jsonl"))
         objections = {x: groups[x].objection for x in part.uses if groups[x].objection}
+        details = ""
         if objections:
             first, *more_groups = objections
             more = f"; likewise {', '.join(more_groups)}" if more_groups else ""
-            details = f"not measured: {first}: {objections[first]}{more}"
-            return Result(part.name, "left out", 0, details, is_done=False)
+            details = f"{first}: {objections[first]}{more}"
+            if not self.untested:
+                details = f"not measured: {details}"
+                return Result(part.name, "left out", 0, details, is_done=False)
+            write(self.marker, b"rows of this folder are not to be published\n")
         began = time.monotonic()
         result = Result(part.name, "ok")
         for command in (part.dry if self.dry else part.command).split("&&"):
@@ -299,6 +306,9 @@ class Call:
             result = self._command(part.name, remaining, command, part.variables)
             if result.status != "ok":
                 break
+        if details:
+            told = "; ".join(filter(None, [result.details, f"not to be published: {details}"]))
+            result = replace(result, details=told, is_done=False)
         return replace(result, seconds=round(time.monotonic() - began, 1))
 
     def _command(
@@ -338,7 +348,8 @@ class Call:
     def _run_tests(self, seconds: float) -> Result:
         """Run the tests of what the parts use and no call has tested; green where none failed."""
         used = [x for part in self.parts for x in part.uses]
-        groups = dict.fromkeys([*used, *GROUPS] if not self.dry else used)
+        # A whole model first: time may run out, and steps rest on its tests.
+        groups = dict.fromkeys([MODEL, *used, *GROUPS] if not self.dry else used)
         end, outcomes = time.monotonic() + seconds, self.output / "tests.jsonl"
         groups_so_far = groups_in(read_outcomes(outcomes))
         lacking = [name for name in groups if groups_so_far[name].is_lacking]
@@ -393,6 +404,8 @@ class Call:
         names = ("torch", "triton", "git", "date")
         where = ", ".join(f"{name} {self.where[name]}" for name in names if name in self.where)
         title = "# GPU" + (", dry run: no figure below is one of a GPU" if self.dry else "")
+        if self.marker.exists():
+            title += ", with --untested: rows of what tests object to are not to be published"
         lines = [title, "", f"{self.where.get('device', 'unknown device')}, {where}", ""]
         lines += [f"running: {self.running}", ""] if self.running else []
         cells = [(x.name, x.status, f"{x.seconds:.0f}", x.details) for x in self.results]
@@ -655,6 +668,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--archive", type=Path, metavar="DIR", help="default: that of --output")
     parser.add_argument("--continue-from", type=Path, metavar="ARCHIVE", help="unpacked first")
     parser.add_argument("--whisper", type=Path, metavar="FOLDER", help="weights, and test.jsonl")
+    text = "measure also what tests object to; rows of it are not to be published"
+    parser.add_argument("--untested", action="store_true", help=text)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny size")
     parser.add_argument("--describe", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--matmul-peak", type=Path, help=argparse.SUPPRESS)

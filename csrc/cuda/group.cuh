@@ -39,14 +39,21 @@ __device__ inline void publish() {
 
 using GroupSums = float[8][4];
 
-// sums (+)= a b, of 64 x 16 and 16 x 64 numbers; b lies with its rows contiguous where kAcross, else its columns.
-template <class T, int kAcross, int kAdds>
-__device__ void multiply_group(GroupSums& sums, const uint32_t (&a)[4], uint64_t b) {
-  EFFASR_GROUP_PRODUCT(
-      64, "{%32, %33, %34, %35}, %36, %37, 1, 1, %38", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds),
-      "n"(kAcross));
+// sums (+)= a b, of 64 x 16 and 16 x 64 or 16 x 32 numbers; b lies with its rows contiguous where kAcross, else its
+// columns.
+template <class T, int kAcross, int kAdds, int N>
+__device__ void multiply_group(float (&sums)[N][4], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (N == 8) {
+    EFFASR_GROUP_PRODUCT(
+        64, "{%32, %33, %34, %35}, %36, %37, 1, 1, %38", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+        "n"(kAdds), "n"(kAcross));
+  } else {
+    EFFASR_GROUP_PRODUCT(
+        32, "{%16, %17, %18, %19}, %20, %21, 1, 1, %22", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+        "n"(kAdds), "n"(kAcross));
+  }
 }
-// The same of tiles, and for 32 columns, too; a lies with its columns contiguous where kAcrossA, else its rows.
+// The same of tiles; a lies with its columns contiguous where kAcrossA, else its rows.
 template <class T, int kAcrossA, int kAcross, int kAdds, int N>
 __device__ void multiply_tiles(float (&sums)[N][4], uint64_t a, uint64_t b) {
   if constexpr (N == 8) {
@@ -74,15 +81,19 @@ __device__ void end_products(float (&sums)[N][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : EFFASR_32_COLUMNS((&sums[n]))::"memory");
 }
 
-// sums (+)= a b^T for the 64 rows of a tile.
-template <class T, int D, bool kAdds>
+// sums (+)= a b^T for the 64 rows of a tile, 8 N at a time.
+template <class T, int D, bool kAdds, int N = 8>
 __device__ void multiply_group_rows(GroupSums& sums, const Held<D>& a, uint32_t tile) {
-  const uint64_t b = descriptor(tile);
   begin_products();
-  multiply_group<T, 0, kAdds>(sums, a.numbers[0], b);
 #pragma unroll
-  for (int k = 1; k < D / 16; ++k)
-    multiply_group<T, 0, true>(sums, a.numbers[k], b + (k / 4 * kPanel + k % 4 * 32) / 16);
+  for (int n = 0; n < 8; n += N) {
+    auto& some = reinterpret_cast<float(&)[N][4]>(sums[n]);
+    const uint64_t b = descriptor(tile + n * 1024);
+    multiply_group<T, 0, kAdds>(some, a.numbers[0], b);
+#pragma unroll
+    for (int k = 1; k < D / 16; ++k)
+      multiply_group<T, 0, true>(some, a.numbers[k], b + (k / 4 * kPanel + k % 4 * 32) / 16);
+  }
   end_products(sums);
 }
 // sums += a b for the 64 rows of a tile, which are 64 columns of a.

@@ -198,7 +198,7 @@ def add_subsampling(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(4, 8),
         help="model.encoder.subsampling of the model to train, for the frames per token "
-        "(default: 8)",
+        "(default: that of the model whose tokenizer is named, else 8)",
     )
 
 

@@ -153,8 +153,18 @@ def clean(text: str) -> "Clean":
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def run(options: argparse.Namespace) -> int:
+def _framing(options: argparse.Namespace) -> "Framing":
+    """Return that of the model whose tokenizer is named, such as an imported one."""
+    from effasr.checkpoint import DESCRIPTION, read_description
     from effasr.data.features.frame_geometry import Framing
+
+    model = Path(options.tokenizer or "").parent
+    if options.tokenizer and options.subsampling is None and (model / DESCRIPTION).is_file():
+        return read_description(model).model.features.framing
+    return Framing(subsampling=options.subsampling or 8)
+
+
+def run(options: argparse.Namespace) -> int:
     from effasr.data.filters.rules import Limits, Reason
     from effasr.data.manifest.prepare import LEAST_SILENCE, Share, prepare
     from effasr.data.statistics.guidance import percent
@@ -170,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
                 f"knows {', '.join(tokenizer.languages)}."
             )
     fidelity = None if tokenizer is None else TextFidelity(tokenizer)
-    framing, survey = Framing(subsampling=options.subsampling or 8), Survey()
+    framing, survey = _framing(options), Survey()
     with progress_counter("utterances") as show:
         report = prepare(
             options.source,

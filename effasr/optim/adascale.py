@@ -121,7 +121,7 @@ class AdaScale:
         """Measure the gradient of a rank's own update, by its norm and number of targets."""
         if targets:
             self.sums[2] = (norm / self._factor).square() / targets
-            self.sums[3] = 1
+            self.sums[3].fill_(1)
 
     def update(
         self,

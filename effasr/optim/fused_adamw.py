@@ -1,11 +1,12 @@
 """AdamW whose update also clips, averages the weights and casts their copies."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from effasr_kernels.runtime.dispatch import load
 
@@ -61,12 +62,22 @@ class FusedAdamW(torch.optim.AdamW):
         for parameter, copy in self._copies.items():
             copy.copy_(parameter)
 
+    @torch.no_grad()
+    def gradient_norm(self, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Return the norm of all gradients, float32 (); without a GPU, in this order."""
+        if kernel_unsupported_reason(self._parameters[0]) is not None:
+            chosen = self._parameters if parameters is None else parameters
+            return get_total_norm([p.grad for p in chosen if p.grad is not None])
+        self._steps = self._begin() if self._steps is None else self._steps
+        return self._table.norm([_laid_out_as(p, p.grad) for p in self._parameters])
+
     def _step_in_one_pass(self, norm: Tensor | None) -> None:
         steps = self._begin() if self._steps is None else self._steps
         gradients = [_laid_out_as(p, p.grad) for p in self._parameters]
         group = self.param_groups[0]
-        self._rates[0] = group["lr"]
-        self._rates[1] = self.average_share
+        # An assignment would wait for the GPU, as it copies a number from the host.
+        self._rates[0].fill_(group["lr"])
+        self._rates[1].fill_(self.average_share)
         corrections = torch.expm1((steps + 1)[:, None] * self._log_betas)
         infinite = getattr(self, "found_inf", None)
         self._table.update(

@@ -351,6 +351,8 @@ WARMUP, TIMED = 4, 8  # steps that are not timed, and those after them that are
 
 _MOST_S = 60.0  # time after which no further step is timed
 
+_MOST_REPEATED = 0.1  # share of the texts of a dev set that TRAIN may have without a warning
+
 _VALIDATED = 16  # utterances decoded for the time of a validation
 
 _MOST_MICRO_BATCHES = 4  # of a timed step: an update takes little beside as many
@@ -366,6 +368,7 @@ class Initial:
     tokenizer: Tokenizer | None  # an existing one
     framing: Framing
     dev_seconds: float = 0.0  # audio of all dev sets
+    repeated: tuple[str, ...] = ()  # dev sets with texts of the training data
 
     @classmethod
     def of(
@@ -387,12 +390,15 @@ class Initial:
         counts = survey(train, language=language, progress=progress)
         if not counts.utterances:
             raise ValueError(f"{', '.join(map(str, train))}: no utterances to write a recipe for.")
-        dev_hours = 0.0
+        dev_hours, known, repeated = 0.0, counts.sampled_texts(), []
         for manifest in dev:
             counted = survey([manifest], language=language)
             if not counted.utterances:
                 raise ValueError(f"{manifest}: no utterances to validate on.")
             dev_hours += counted.hours
+            share = len(known & (texts := counted.sampled_texts())) / max(1, len(texts))
+            if share > _MOST_REPEATED:
+                repeated.append(f"{manifest} ({100 * share:.0f} %)")
         vocabulary, reader, framing, start, has_ctc = None, None, Framing(), None, True
         if init_from is not None:
             source = checkpoint.resolve(str(init_from))
@@ -444,11 +450,17 @@ class Initial:
             device=choose_device("auto").type,
             start=start,
         )
-        return cls(request, counts, vocabulary, reader, framing, 3600 * dev_hours)
+        return cls(request, counts, vocabulary, reader, framing, 3600 * dev_hours, tuple(repeated))
 
     def describe(self) -> Iterator[str]:
         """Yield lines about the corpus, and a warning if CTC will still be hard to train."""
         yield guidance.describe_counts(self.survey)
+        if self.repeated:
+            yield from guidance.fold(
+                f"warning: TRAIN has texts of {', '.join(self.repeated)}, too: error rates will be "
+                "better than on new sentences, and the best checkpoint may be one that knows them "
+                "by heart. Give --dev other sentences, best of other speakers."
+            )
         ratios, request = self.request.frames_per_token, self.request
         if ratios is not None:
             yield guidance.describe_alignment(ratios, self.framing)

@@ -295,7 +295,8 @@ def _sum_over_ranks(state: TrainState, recovery: OOMRecovery, *, is_local: bool)
     losses, splits, squares, local_norm = sums.split(_SUM_SIZES)
     for outcome in recovery.outcomes:
         losses += outcome.parts
-    splits[0] = recovery.splits
+    # An assignment would wait for the GPU, as it copies a number from the host.
+    splits.fill_(recovery.splits)
     if is_local:
         # The ranks decide together whether to make an update, but each clips its own gradient.
         norm = clip_gradient(state)
@@ -315,8 +316,8 @@ def clip_gradient(state: TrainState) -> Tensor:
     """
     optimizer = state.optimizer
     if isinstance(optimizer, FusedAdamW):
-        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-        optimizer.norm, optimizer.clip = nn.utils.get_total_norm(gradients), state.config.clip
+        optimizer.norm = optimizer.gradient_norm(state.model.parameters())
+        optimizer.clip = state.config.clip
         return optimizer.norm
     return full_tensor(nn.utils.clip_grad_norm_(state.model.parameters(), state.config.clip))
 

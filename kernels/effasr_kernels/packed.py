@@ -170,7 +170,9 @@ class PackedLayout:
     def sequence_ids(self) -> Tensor:
         """The sequence of each row: int64 (rows,), N in the tail; computed on the device."""
         row = torch.arange(self.rows, device=self.device, dtype=torch.int32)
-        return torch.bucketize(row, self.cu_seqlens[1:], right=True)
+        # Not in cu_seqlens[1:]: compiled for a GPU, a search in a slice begins at the first element
+        # of the whole tensor (pytorch/pytorch 182343).
+        return torch.bucketize(row, self.cu_seqlens, right=True) - 1
 
     def positions(self) -> Tensor:
         """The position of each row in its sequence or in the tail: int64 (rows,)."""

@@ -102,31 +102,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end, repeats, peak = time.monotonic() + options.budget_s, 20 if gpu else 2, peak_flops(device)
     table = harness.Table(COLUMNS, options.output, device)
     systems = [("effasr", mode) for mode in (MODES if gpu else MODES[:1])]
-    for count, seconds in sizes:
-        noise = np.random.default_rng(0).standard_normal((count, round(seconds * 16_000)))
+    for count, length in sizes:
+        noise = np.random.default_rng(0).standard_normal((count, round(length * 16_000)))
         audio = list(0.1 * noise.astype(np.float32))
         for system, mode in [*systems, ("transformers", "eager")]:
             if time.monotonic() > end:
                 break
             if gpu:
                 torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
             try:
                 make = _ours(config, audio, device, mode) if system == "effasr" else None
                 step = _step_of(make or _transformers(config, audio, device), mode, device)
-                turns = list(harness.in_turns([step], repeats + 3, device))
+                # A recording takes its memory when it is made, not when it is replayed.
+                made_bytes = torch.cuda.max_memory_allocated() if gpu else 0
+                seconds, peak_bytes = harness.in_sequence(step, repeats + 3, device)
             except (ImportError, RuntimeError, ValueError) as reason:
                 text = " ".join(str(reason).split())[:200]
                 harness.complain(f"bench encoder: {system}, {mode}: {text}")
                 continue
-            step_s = harness.percentiles([turn.seconds for turn in turns[3:]])[1]
-            row = {"system": system, "mode": mode, "utterances": count, "seconds": seconds}
+            step_s = harness.percentiles(seconds[2:])[1]
+            row = {"system": system, "mode": mode, "utterances": count, "seconds": length}
             row |= {"step_ms": round(1e3 * step_s, 3)}
-            row |= {"audio_s_per_s": round(count * seconds / step_s, 1)}
-            row |= {"peak_bytes": max(turn.peak_bytes for turn in turns) if gpu else ""}
+            row |= {"audio_s_per_s": round(count * length / step_s, 1)}
+            row |= {"peak_bytes": "" if peak_bytes is None else max(peak_bytes, made_bytes)}
             row |= {"peak_tflops": "" if peak is None else peak / 1e12}
             table.add(
                 row,
-                f"{system:13} {mode:14} {count} x {seconds} s {row['step_ms']:10.2f} ms "
+                f"{system:13} {mode:14} {count} x {length} s {row['step_ms']:10.2f} ms "
                 f"{row['audio_s_per_s']:10.0f} audio s / s",
             )
     return 0 if table.rows else 1

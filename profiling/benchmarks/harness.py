@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,6 +218,27 @@ def in_turns(
             seconds = now(device) - begin
             peak = torch.cuda.max_memory_allocated(device) if gpu else None
             yield Turn(index, number, seconds, peak)
+
+
+def in_sequence(
+    step: Callable[[int], object], steps: int, device: torch.device
+) -> tuple[list[float], int | None]:
+    """Return the time of each of some steps that follow each other as in training, and the peak.
+
+    The host of a GPU goes on before a step ends, so the time is that from the end of a step to the
+    end of the next; the first step has none.
+    """
+    if device.type != "cuda":
+        return [turn.seconds for turn in in_turns([step], steps, device)][1:], None
+    torch.cuda.reset_peak_memory_stats(device)
+    ends = []
+    for number in range(steps):
+        step(number)
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+    torch.cuda.synchronize(device)
+    seconds = [1e-3 * a.elapsed_time(b) for a, b in pairwise(ends)]
+    return seconds, torch.cuda.max_memory_allocated(device)
 
 
 class PartClock:

@@ -165,13 +165,6 @@ class Effasr:
     def step(self, number: int, batch: Batch) -> StepReport:
         return train_step(self._state, [batch], number)
 
-    def timed_step(self, number: int, batch: Batch) -> float:
-        """Return the loss; the time of a batch in parts would not be that of the batch."""
-        figures = self.step(number, batch).read()
-        if figures["splits"]:
-            raise ValueError("a micro-batch did not fit in memory whole: lower the budget.")
-        return figures["loss"]
-
     def record(self, batches: Sequence[Batch], warm: int, folder: Path) -> Path:
         config = ProfileConfig(tool="kineto", first_step=warm, steps=len(batches) - warm)
         with closing(StepProfiler(config, self._state.context, folder)) as capture:

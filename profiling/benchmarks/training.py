@@ -14,7 +14,8 @@ optimizer of PyTorch, with launches for clipping and casts of their own, ``graph
 ``graph_narrow`` a residual stream in the dtype of the products. On a CPU systems take turns, a step
 each; on a GPU, and with several models or modes, each has a process of its own. The steps of a row
 are spread over an epoch by the length of their utterances: its throughput is that of all of them,
-its time the median of a step. --profile DIR records steps for ``profiling/report.py``, which has
+its time the median of a step, on a GPU from the end of one to the end of the next, as the host of a
+run is ahead. --profile DIR records steps for ``profiling/report.py``, which has
 the time by category of kernel, in place of timing.
 Needs torch and triton alone, but for the bucketed systems, which are lhotse's, and transformers.
 Exit code 1: something failed; 3: nothing could be measured here.
@@ -60,6 +61,7 @@ from effasr.optim.adamw import OptimizerConfig
 from effasr.training.config import LoopConfig, TrainConfig, resolve_losses
 from effasr.training.fault_tolerance.oom_recovery import OutOfMemory
 from effasr.training.flops import peak_flops, work_of
+from effasr.training.step import StepReport
 
 STATIC = "packed_static"  # with static shapes, which graphs and compilation need
 SYSTEMS = (
@@ -90,6 +92,7 @@ class Setup:
     corpus: Corpus
     shape: StaticShape
     device: torch.device
+    mode: str = "auto"  # of `MODES` after `with_mode`
 
     @classmethod
     def of(cls, options: argparse.Namespace, model: str | None = None) -> "Setup":
@@ -129,7 +132,7 @@ class Setup:
         if mode.endswith("narrow"):
             model = replace(model, residual_in_fp32=False)
         config = replace(self.config, model=model, training=training, optimizer=optimizer)
-        return self if config == self.config else replace(self, config=config)
+        return replace(self, config=config, mode=mode)
 
     def batches(self, system: str, count: int) -> list[Batch]:
         made = batches_of(system, self.corpus, self.shape, count)
@@ -214,7 +217,7 @@ class Prepared:
         fields: dict[str, Any] = {"frame_budget": setup.shape.frame_budget}
         if system != "transformers":
             trainer = Effasr(setup.config, model, setup.device)
-            step = lambda number: trainer.timed_step(number, batches[number])
+            step = lambda number: trainer.step(number, batches[number])
             return cls(system, setup, batches, step, fields)
         fields["loss_difference"] = loss_difference(setup, model)
         if fields["loss_difference"] > 1e-3:
@@ -229,15 +232,21 @@ def measured(prepared: Sequence[Prepared], steps: int) -> Iterator[dict[str, Any
     """Yield the row of each system; they take turns, and the first steps are not counted."""
     warm = len(prepared[0].batches) - steps
     device = prepared[0].setup.device
-    if device.type == "cuda":
-        assert len(prepared) == 1  # whose peak memory is measured
     seconds: list[list[float]] = [[] for _ in prepared]
-    peaks: list[int | None] = []
-    for turn in harness.in_turns([system.step for system in prepared], warm + steps, device):
-        peaks.append(turn.peak_bytes)
-        if turn.number >= warm:
-            seconds[turn.system].append(turn.seconds)
-    peak = None if device.type != "cuda" else max(x or 0 for x in peaks)
+    reports: list[object] = []
+    peak = None
+    if device.type == "cuda":
+        (system,) = prepared  # whose peak memory is measured
+        queue = lambda number: reports.append(system.step(number))
+        times, peak = harness.in_sequence(queue, warm + steps, device)
+        seconds[0] = times[warm - 1 :]
+    else:
+        for turn in harness.in_turns([system.step for system in prepared], warm + steps, device):
+            if turn.number >= warm:
+                seconds[turn.system].append(turn.seconds)
+    if any(isinstance(x, StepReport) and x.read()["splits"] for x in reports):
+        # The time of a batch in parts would not be that of the batch.
+        raise ValueError("a micro-batch did not fit in memory whole: lower the budget.")
     for system, times in zip(prepared, seconds, strict=True):
         yield row_of(system, warm, times, peak)
 
@@ -253,12 +262,11 @@ def row_of(
     p20, p50, p80 = harness.percentiles(times)
     peak = peak_flops(setup.device)
     frames, tokens = (sum(getattr(b, f"num_{x}") for b in batches) for x in ("frames", "tokens"))
-    graph, compiled = config.training.cuda_graph is True, config.training.compile
     on_cpu = setup.device.type == "cpu"
     return {
         "system": system.system,
         "model": config.name,
-        "mode": "_".join(["graph"] * graph + ["compile"] * compiled) or "eager",
+        "mode": setup.mode,
         "precision": config.training.precision,
         "threads": torch.get_num_threads() if on_cpu else "",
         "utterances": round(statistics.mean(len(batch.ids) for batch in batches), 1),
@@ -271,8 +279,8 @@ def row_of(
         "mfu": "" if peak is None else round(useful / peak, 4),
         "tflops_useful": round(useful / 1e12, 4),
         "loss_difference": "",
-        "graph": graph,
-        "compile": compiled,
+        "graph": config.training.cuda_graph is True,
+        "compile": config.training.compile,
         **system.fields,
         **harness.provenance(setup.device),
     }

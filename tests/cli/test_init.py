@@ -19,6 +19,7 @@ from effasr.training.calibration.trial import Measurement
 from effasr.training.config import TrainConfig
 from effasr.training.run_dir.run_directory import read_lines
 from effasr.untrusted.documents import read_yaml
+from tests.cli.conftest import write_rows
 from tests.interop.test_wav2vec2 import make_pretrained, make_wav2vec2
 from tests.interop.whisper import make_whisper
 
@@ -141,6 +142,17 @@ def test_what_the_model_cannot_take_is_not_timed(frames, tokens, kept, monkeypat
     assert {pair for batch in asked for rows in batch.workload.timed for pair in rows} == {
         pair for pair in lengths if pair[0] <= 500 and pair[1] <= 1024
     }
+
+
+@pytest.mark.parametrize(("repeated", "share"), [(20, 100), (3, 15), (2, None), (0, None)])
+def test_a_dev_set_with_texts_of_train_is_named(repeated, share, workplace, tmp_path):
+    rows = [{"audio_filepath": f"{n}.wav", "duration": 1.0, "text": f"low {n}"} for n in range(40)]
+    write_rows(tmp_path / "train.jsonl", rows[:20])
+    write_rows(dev := tmp_path / "dev.jsonl", rows[20 - repeated : 40 - repeated])
+    made = Initial.of([tmp_path / "train.jsonl"], dev=[dev], tokenizer=workplace.folder / "new")
+    text = " ".join(" ".join(made.describe()).split())
+    assert ("TRAIN has texts of" in text) == (share is not None)
+    assert share is None or f"dev.jsonl ({share} %), too" in text
 
 
 def test_steps_grow_with_the_hours_and_averages_with_the_steps():

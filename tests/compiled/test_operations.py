@@ -173,13 +173,13 @@ TABLE: dict[str, Constraints] = {
         narrow_offsets={"fill_tile_table"},
         # A multiprocessor runs four programs, though the last of them merge statistics.
         registers={"convolve": 128},
-        # Four channels of a thread at a time; and each input is gated once, not for each tap: four
-        # in a pass of the loop, and in the forward the eight rows before it.
+        # Four channels of a thread at a time, two in the backward; and each input is gated once,
+        # not for each tap: four in a pass of the loop, and in the forward the eight rows before it.
         texts=[
             Text("convolve", "ptx", r"ex2\.approx", 48, 48),
             Text("convolve", "ptx", r"ld\.global\S*\.v2\.b32", 24),
-            Text("convolve_backward", "ptx", r"ex2\.approx", 16, 16),
-            Text("convolve_backward", "ptx", r"ld\.global\S*\.v2\.b32", 8),
+            Text("convolve_backward", "ptx", r"ex2\.approx", 8, 8),
+            Text("convolve_backward", "ptx", r"ld\.global\S*\.b32", 12),
         ],
         other=[{"taps": 7, "channels": 145, "gated": True, "causal": True, "statistics": True}],
         extended=[

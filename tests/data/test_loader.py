@@ -175,7 +175,8 @@ def test_closing_ends_the_workers(make):
 def test_batches_for_a_gpu_are_pinned(make, workers):
     (batch, *_) = take(make(workers=workers), 1)[0].batches
     assert all(tensor.is_pinned() for tensor in tensors(batch))
-    for moved, original in zip(tensors(batch.to("cuda")), tensors(batch), strict=True):
+    assert batch.audio.values.dtype == torch.int16
+    for moved, original in zip(tensors(batch.to("cuda")), tensors(batch.to("cpu")), strict=True):
         assert torch.equal(moved.cpu(), original)
 
 

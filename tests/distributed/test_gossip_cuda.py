@@ -35,25 +35,32 @@ def test_a_copy_holds_the_weights_as_they_were_when_it_was_asked_for():
 
 def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
     transports = connect(0, 1, 2)
-    size, steps = 1_000_000, 60
+    size, steps, least = 1_000_000, 60, 3
     weights = [[torch.full((size,), float(n), device="cuda")] for n in range(3)]
-    errors = []
+    learners = [
+        Gossip(weights[n], learner=n, learners=3, transport=transports[n], config=GossipConfig())
+        for n in range(3)
+    ]
+    updates, errors = [0] * 3, []
+
+    def goes_on(n: int) -> bool:
+        # However fast the updates are, each learner exchanges some of them with others.
+        is_behind = min(learner.counters().exchanges for learner in learners) < least
+        return not errors and (is_behind or updates[n] < steps + 20 * n)
 
     def train(n: int):
         try:
-            gossip = Gossip(
-                weights[n], learner=n, learners=3, transport=transports[n], config=GossipConfig()
-            )
-            stream = torch.cuda.Stream()
+            gossip, stream = learners[n], torch.cuda.Stream()
             stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):
                 gossip.start()
-                for _ in range(steps + 20 * n):
+                while goes_on(n):
                     delta = gossip.take()
                     if delta is not None:
                         add_flat(weights[n], delta)
                     torch.cuda._sleep(2_000_000)
                     weights[n][0] += 1
+                    updates[n] += 1
                     gossip.publish()
                     time.sleep(0.0005)
                 gossip.drain()
@@ -61,7 +68,7 @@ def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
                 if delta is not None:
                     add_flat(weights[n], delta)
                 stream.synchronize()
-            assert gossip.counters().applied == gossip.counters().exchanges > 5
+            assert gossip.counters().applied == gossip.counters().exchanges >= least
         except Exception as error:
             errors.append(error)
 
@@ -74,5 +81,7 @@ def test_no_update_is_lost_while_gpus_are_behind_their_hosts():
     if errors:
         raise errors[0]
     total = sum(rows[0].double() for rows in weights)
-    expected = 0 + 1 + 2 + 3 * steps + 20 * (0 + 1 + 2)
-    torch.testing.assert_close(total, torch.full_like(total, expected), rtol=1e-6, atol=0)
+    # Each difference that is added is rounded by up to 2**-24 of the weight.
+    rounding = 2**-24 * sum(learner.counters().applied for learner in learners)
+    expected = torch.full_like(total, 0 + 1 + 2 + sum(updates))
+    torch.testing.assert_close(total, expected, rtol=rounding, atol=0)

@@ -44,9 +44,8 @@ def _trained(
             parameter.grad = 10.0**number * random(*parameter.shape)
         if step == 1:
             parameters[3].grad = None
-        gradients = [p.grad for p in parameters if p.grad is not None]
         if with_all:
-            optimizer.clip, optimizer.norm = 3.0, torch.nn.utils.get_total_norm(gradients)
+            optimizer.clip, optimizer.norm = 3.0, optimizer.gradient_norm()
         optimizer.average_share = 0.3
         set_learning_rate(optimizer, 0.01 * (step + 1), torch.tensor(0.5, device=device))
         if step == 3:

@@ -62,8 +62,10 @@ def _counting(counts: Counter[str]) -> Any:
         if emulate is not None:
             emulate(made)
             return
+        # Which `launch` adds itself.
+        options = {x: made.options[x] for x in made.options if x != "enable_fp_fusion"}
         with diverted(None):
-            launch(made.kernel, made.grid, *made.values, **made.options, **made.constants)
+            launch(made.kernel, made.grid, *made.values, **options, **made.constants)
 
     return diverted(take, capability)
 
@@ -91,7 +93,9 @@ def test_a_layer_adds_its_partial_sums_in_one_launch(device: torch.device) -> No
             loss.backward()
         found.append([parameter.grad for parameter in (x, *model.parameters())])
     for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        # cuBLAS may add up the product of a weight's gradient and its transpose in two orders.
+        rounding = {} if one.is_cuda and one.ndim == 2 else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(one, other, **rounding)
     assert all(isinstance(x, nn.Parameter) for x in model.parameters())
     # Of two norms and an activation. Those of both runs of the first layer are added together.
     assert counts[0]["sum_rows"] == 3 * 3

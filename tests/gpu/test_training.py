@@ -91,7 +91,8 @@ def test_a_recording_replaces_gradients(device: torch.device, kinds: str) -> Non
 
         return replay, tuple(outputs)
 
-    expected_outputs = torch.zeros(len(LOSSES)), torch.zeros(SHAPE.max_sequences)
+    shapes = len(LOSSES), SHAPE.max_sequences
+    expected_outputs = tuple(torch.zeros(shape, device=device) for shape in shapes)
     averages = []
     for is_recorded in (False, True):
         state = make_train_state(device, "relative", half=True, text="t" in kinds)
@@ -133,6 +134,23 @@ def test_a_cuda_graph_replays_the_same_steps(gpu: torch.device) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_the_host_does_not_wait_for_a_step(gpu: torch.device, is_recorded: bool) -> None:
+    state = make_train_state(gpu, "relative", dropout=0.1)
+    if is_recorded:
+        run, model = partial(run_micro_batch, state), state.model
+        graph = MicroBatchGraph(run, gpu, model.parameters(), model.buffers())
+        state = replace(state, graph=graph)
+    batches = [make_batch(step).pin_memory() for step in range(4)]
+    for step, batch in enumerate(batches):
+        # The first step makes the optimizer's state, and the recording.
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            train_step(state, [batch], step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_memory_stays_what_the_second_step_takes(gpu: torch.device) -> None:
     # What other tests left behind must not go while this one counts.
     gc.collect()
@@ -149,12 +167,18 @@ def test_memory_stays_what_the_second_step_takes(gpu: torch.device) -> None:
 
 # What the compiler advises about the GPU, such as TF32.
 @pytest.mark.filterwarnings("default")
-def test_a_compiled_model_trains_alike(gpu: torch.device) -> None:
-    expected = losses(make_train_state(gpu, "relative"), 4)
-    train_state = make_train_state(gpu, "relative")
-    train_state.model.compile(fullgraph=True, dynamic=False)
-    first = train_step(train_state, [make_batch(0)], 0)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        rest = [train_step(train_state, [make_batch(step)], step) for step in range(1, 4)]
-    found = [x for report in (first, *rest) for x in report.read().values()]
-    np.testing.assert_allclose(found, expected, rtol=1e-3)
+@pytest.mark.parametrize("kind", ["decoder", "texts", "transducer"])
+def test_a_compiled_model_trains_alike(gpu: torch.device, kind: str) -> None:
+    torch._dynamo.reset()
+    transducer = TransducerConfig(width=32, joint=32) if kind == "transducer" else None
+    found: list[list[float]] = []
+    for is_compiled in (False, True):
+        state = make_train_state(gpu, "relative", transducer=transducer, text=kind == "texts")
+        if is_compiled:
+            state.model.compile(fullgraph=True, dynamic=False)
+        found.append([])
+        for step in range(4):
+            batches = [make_batch(step), *([make_text_batch(step)] if kind == "texts" else ())]
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                found[-1] += train_step(state, batches, step).read().values()
+    np.testing.assert_allclose(*found, rtol=1e-3)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -345,6 +346,21 @@ def test_the_case_of_a_vocabulary(tmp_path, letters, text, expected):
     write_tokenizer(tmp_path, {name: number for number, name in enumerate(names)})
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode(text, "de")) == expected
+
+
+def test_prepare_counts_the_frames_of_the_model(tmp_path):
+    make_wav2vec2(tmp_path / "theirs", "base")
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "model")]) == 0
+    soundfile.write(
+        tmp_path / "a.wav", 0.1 * np.random.default_rng(0).standard_normal(32_000), 16_000
+    )
+    line = {"audio_filepath": "a.wav", "duration": 2.0, "text": "the rain in spain stays mainly"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    tokenizer = ["--tokenizer", str(tmp_path / "model" / "tokenizer")]
+    for options, code in (([], 0), (["--subsampling", "8"], 2)):
+        out = tmp_path / f"data{code}"
+        assert main(["prepare", str(tmp_path / "a.jsonl"), str(out), *tokenizer, *options]) == code
+        assert ("ctc_infeasible" in (out / "dropped.jsonl").read_text()) == (code == 2)
 
 
 def test_phonemes_are_refused_with_what_to_import(tmp_path):

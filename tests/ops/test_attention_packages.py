@@ -45,7 +45,10 @@ def test_keeps_the_contract(
     _skip_unless(backend, dtype)
     keys = lengths[::-1] if across else None
     case_for = FACTORIES["attention"](lengths, lengths_k=keys, causal=causal, width=width)
-    check_kernel(case_for, dtype, GPU, backend)
+    # With one key, the gradient of a query has as a factor the difference of two equal sums over
+    # the channels, added in two orders in float32: some steps of 2**-20, as sums up to 16 have,
+    # times the scale and a key, which is about 2**-2.
+    check_kernel(case_for, dtype, GPU, backend, cancelled=2**-19)
 
 
 @pytest.mark.parametrize("causal", [False, True])

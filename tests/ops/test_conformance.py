@@ -112,3 +112,8 @@ def test_no_worse_allows_twice_the_error_and_two_ulp() -> None:
         with pytest.raises(AssertionError):
             assert_no_worse(torch.tensor([1.0, bad]), gold, baseline)
     assert_no_worse(torch.zeros(0), torch.zeros(0).double(), torch.zeros(0))
+    exact = torch.zeros(1)
+    assert_no_worse(torch.tensor([2**-20]), exact.double(), exact, cancelled=2**-19)
+    for left, cancelled in ((2**-18, 2**-19), (2**-20, 0.0)):
+        with pytest.raises(AssertionError):
+            assert_no_worse(torch.tensor([left]), exact.double(), exact, cancelled=cancelled)

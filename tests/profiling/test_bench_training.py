@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import gpu
 import pytest
 import report
 from benchmarks import harness, training
@@ -67,6 +68,23 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert float(rows["packed"]["padding_frames"]) == 0
     assert 0 < float(rows["random"]["padding_frames"]) < 1
     assert capsys.readouterr().out.endswith("bench training: 4 of 4 measured\n")
+
+
+def test_a_row_has_the_mode_that_was_asked_for() -> None:
+    setup = training.Setup.of(training._parser().parse_args(TINY), "small")
+    batches = setup.batches(training.STATIC, 1)
+    trained = {}
+    for mode in training.MODES:
+        changed = setup.with_mode(mode)
+        prepared = training.Prepared(training.STATIC, changed, batches, lambda number: None, {})
+        row = training.row_of(prepared, 0, [1.0], None)
+        assert row["mode"] == mode
+        assert (row["graph"], row["compile"]) == ("graph" in mode, "compile" in mode)
+        trained[mode] = changed.config
+    # Each trains in a way of its own, and those that a GPU chooses from are among them.
+    assert all(list(trained.values()).count(config) == 1 for config in trained.values())
+    choices = [x for variant in gpu.TABLE["variants"] for x in variant["choices"].values()]
+    assert {x["mode"] for x in choices if x["table"] == "training"} == set(training.MODES)
 
 
 @pytest.mark.extended

@@ -258,9 +258,17 @@ def test_nothing_is_measured_of_what_no_test_has_proven(call, monkeypatch) -> No
     assert not result.is_done
     assert "needs nothing_here" in call._run(replace(part, needs=("nothing_here",)), 30).details
     assert not ran
+    call.untested = True
+    result = call._run(part, 30)
+    assert (result.status, result.is_done, ran) == ("ok", False, ["ops"])
+    assert result.details.startswith("not to be published: rms_norm: 1 of its tests failed")
+    # Later calls have its rows, too.
+    call.untested = False
+    assert "rows of what tests object to are not to be published" in call.summary()
     outcomes(call.output / "tests.jsonl", ctc_loss="passed", rms_norm="passed")
-    assert call._run(part, 30).status == "ok"
-    assert ran == ["ops"]
+    result = call._run(part, 30)
+    assert (result.status, result.is_done, result.details) == ("ok", True, "")
+    assert ran == ["ops"] * 2
 
 
 def test_a_failure_is_not_undone_by_a_repetition(call) -> None:

@@ -19,6 +19,8 @@ _LAYOUT = re.compile(
     r"^(#\w+) = #ttg\.nvidia_mma<\{.*?warpsPerCTA = \[(\d+), (\d+)\]", re.MULTILINE
 )
 _RESULT = re.compile(r"(?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?\w+ )?([\w.]+) ?(.*?) ;")
+"""In SASS: address, operation, operands."""
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 """Maximum shared memory per block in bytes, by architecture (CUDA C++ guide, table 30)."""
 
@@ -61,18 +63,52 @@ def products_of(ttgir: str) -> list[Product]:
     ]
 
 
+def overwritten_operands(sass: str) -> dict[str, set[int]]:
+    """Return registers that ptxas 12.8 to 13.0 takes for free in a loop that needs them, by kernel.
+
+    They are left operands of wgmma that a loop reads as they were before it, and yet writes.
+    """
+    overwritten = {}
+    for name, code in re.findall(r"Function : (\w+)(.*?)(?=Function : |\Z)", sass, re.DOTALL):
+        lines = [(int(at, 16), *rest) for at, *rest in _INSTRUCTION.findall(code)]
+        jumps = [
+            (at, int(to, 16)) for at, name, to in lines if name.startswith("BRA") and "," not in to
+        ]
+        loops = [[x for x in lines if to <= x[0] < at] for at, to in jumps]
+        overwritten[name] = set().union(*map(_overwritten_in, loops))
+    return overwritten
+
+
+def _overwritten_in(loop: list[tuple[int, str, str]]) -> set[int]:
+    held: set[int] = set()
+    written: set[int] = set()
+    for _, operation, operands in loop:
+        if left := re.match(r"R\d+, R(\d+), gdesc", operands):
+            held |= {*range(int(left[1]), int(left[1]) + 4)} - written
+        if result := re.match(r"(?:P[\dT], )?R(\d+)", operands):
+            columns = re.search(r"GMMA\.64x(\d+)", operation)
+            words = 1 + bool(re.search(r"\.64|WIDE|88\.2", operation))
+            words = 4 if re.search(r"\.128|88\.4", operation) else words
+            size = int(columns[1]) // 2 if columns else words
+            written |= {*range(int(result[1]), int(result[1]) + size)}
+    return held & written
+
+
+def cuobjdump(option: str, cubin: str | Path) -> str:
+    tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
+    command = [tool, option, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def resources_of(launch: Launch, architecture: int) -> Resources:
     """Compile for ``sm_<architecture>``, such as 80, 90 or 100."""
     compiled = aot.compile_launch(launch, architecture)
     ptx = compiled.asm["ptx"]
-    # Registers, stack and static shared memory, from cuobjdump -res-usage.
-    tool = Path(backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        printed = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        # Registers, stack and static shared memory.
+        printed = cuobjdump("-res-usage", file.name)
     usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED):(\d+)", printed)}
     registers, stack, static = usage["REG"], usage["STACK"], usage["SHARED"]
     return Resources(

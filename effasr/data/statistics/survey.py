@@ -202,6 +202,9 @@ class Survey:
         needed = np.array([frames_for_ctc(tokens) for tokens in ids])
         return FramesPerToken.of(frames_in(seconds, framing), tokens, needed)
 
+    def sampled_texts(self) -> set[str]:
+        return set(chain.from_iterable(counts.texts for counts in self.languages.values()))
+
     def sample_seconds(self) -> np.ndarray:
         """Return durations of the sampled texts that follow the speech: float64 (n,), seconds."""
         spoken = (counts.seconds for counts in self.languages.values() if counts.has_speech)

@@ -81,7 +81,7 @@ def saved_like(a: ConvArguments) -> tuple[Tensor]:
 def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors) -> Gradients:
     x, layout = unit_stride(a.x), a.layout
     channels, width = a.weight.shape
-    config, options = _configuration(width, channels)
+    config, options = _configuration(width, channels, most=2)
     blocks_c = ceil_div(channels, config["BLOCK_C"])
     programs = tile_programs(layout, _BLOCK, blocks_c)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -109,11 +109,15 @@ def backward(a: ConvArguments, grads: Tensors, results: Tensors, saved: Tensors)
     return {"x": dx, "weight": dweight.view(channels, width), "bias": dbias}
 
 
-def _configuration(taps: int, channels: int) -> tuple[dict[str, int], dict[str, int]]:
+def _configuration(
+    taps: int, channels: int, most: int = 4
+) -> tuple[dict[str, int], dict[str, int]]:
     """Return constants and launch options, with as many channels per thread as registers allow."""
-    per_thread = 4 if taps <= 11 else 2 if taps <= 17 else 1
+    # At most 2 in the backward: with 4, two programs fit a multiprocessor, and an H200 takes 1.25
+    # times as long.
+    per_thread = min(most, 4 if taps <= 11 else 2 if taps <= 17 else 1)
     # The largest of the block sizes with the fewest surplus channels.
-    blocks = (128, 64, 32) if per_thread > 1 else (64, 32)
+    blocks = (128, 64, 32) if min(per_thread, most - 1) > 1 else (64, 32)
     block = min(blocks, key=lambda size: ceil_div(channels, size) * size)
     warps = _GROUPS * block // (32 * per_thread)
     return {"BLOCK_C": block, "GROUPS": _GROUPS, "STEP": _STEP}, {"num_warps": warps}

@@ -1,5 +1,7 @@
 """AdamW over all tensors of a model in one launch: clipping, update, average and narrow copy.
 
+The norm of all gradients is a launch before, and needs no list of tensors on the host.
+
 Of an element it reads gradient, weight and two moments and writes the last three: 28 bytes in
 float32. An average of the weights adds 8 bytes, and a copy in 16 bits 2. Clipping adds none.
 """
@@ -68,13 +70,7 @@ class Table:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        addresses = [_address(x) for x in gradients]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            host = torch.tensor(addresses, dtype=torch.int64)
-            if self._gradients.device.type == "cuda":
-                host = host.pin_memory()
-            self._gradients.copy_(host, non_blocking=True)
+        self._point_to(gradients)
         of_weights = [
             y
             for x in self.tensors
@@ -95,6 +91,30 @@ class Table:
             BLOCK=_BLOCK,
             CHUNK=_CHUNK,
         )
+
+    def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the norm of all gradients, float32 (), added in a fixed order."""
+        self._point_to(gradients)
+        squares = torch.empty(len(self._chunks), device=self._chunks.device)
+        launch(
+            squares_of_chunk,
+            (len(self._chunks),),
+            *(self._rows, self._gradients, self._chunks, squares),
+            read=[x for x in gradients if x is not None],
+            num_stages=1,
+            BLOCK=_BLOCK,
+            CHUNK=_CHUNK,
+        )
+        return squares.sum().sqrt()
+
+    def _point_to(self, gradients: Sequence[Tensor | None]) -> None:
+        addresses = [_address(x) for x in gradients]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            host = torch.tensor(addresses, dtype=torch.int64)
+            if self._gradients.device.type == "cuda":
+                host = host.pin_memory()
+            self._gradients.copy_(host, non_blocking=True)
 
 
 def _address(x: Tensor | None) -> int:
@@ -216,6 +236,34 @@ def _update(
             averages = _pointer(average, tl.float32, ALIGNMENT)
             mean = tl.load(averages + i, mask=mask)
             tl.store(averages + i, mean + share * (w - mean), mask=mask)
+
+
+@triton.jit
+def squares_of_chunk(rows, gradients, chunks, squares, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Write the sum of the squares of a chunk of a gradient; arguments as in `adamw_chunk`."""
+    number = tl.load(chunks + 2 * tl.program_id(0))
+    begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    elements, gradient = tl.load(rows + 6 * number + 5), tl.load(gradients + number)
+    elements = tl.where(gradient == 0, 0, elements)
+    if ((gradient | (elements * 4)) & 15) == 0:
+        total = _squares(gradient, begin, elements, BLOCK, CHUNK, 16)
+    else:
+        total = _squares(gradient, begin, elements, BLOCK, CHUNK, 4)
+    tl.store(squares + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def _squares(
+    gradient, begin, elements, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr
+):
+    values = _pointer(gradient, tl.float32, ALIGNMENT)
+    elements = elements // (ALIGNMENT // 4) * (ALIGNMENT // 4)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        i = begin + start + tl.arange(0, BLOCK)
+        g = tl.load(values + i, mask=i < elements, other=0.0)
+        total += g * g
+    return total
 
 
 @triton.jit

@@ -28,8 +28,9 @@ from effasr_kernels.runtime.tiles import Programs, kept_tile_table, tile_program
 from effasr_kernels.shared.partial_sums import summed
 
 _STEP = forward.STEP.value
-_PROGRAMS = 1024
-"""Target number of programs for the gradient of the table: about eight per multiprocessor."""
+_PROGRAMS, _PROGRAMS_NARROW = 1024, 2048
+"""Target number of programs for the gradient of the table: about eight a multiprocessor, and twice
+as many for heads of up to 64 channels, whose sums of splits are small."""
 
 
 def bias_width(bound: int) -> int:
@@ -143,7 +144,8 @@ def _grad_table(
     blocks = 2 * -(-(reach + _STEP - 2) // block_w)
     tiles = _tiles(layout_q, block_m) // _STEP
     # One split for each remainder of a query's position by the step, and more up to _PROGRAMS.
-    splits = _STEP * max(1, min(_PROGRAMS // (_STEP * blocks * heads), tiles))
+    programs = _PROGRAMS_NARROW if width <= 64 else _PROGRAMS
+    splits = _STEP * max(1, min(programs // (_STEP * blocks * heads), tiles))
     by_split = q.new_empty(splits, *table.shape, dtype=torch.float32)
     grad = torch.empty_like(table, memory_format=torch.contiguous_format)
     launch(
@@ -210,17 +212,19 @@ def _blocks_of_grad_queries(dtype: torch.dtype, block_d: int) -> tuple[int, int,
     # instructions and have bank conflicts.
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 16, 32, 8
-    return 64 if block_d <= 128 else 32, 64, 32, 4 if block_d <= 64 else 8
+    return 64 if block_d <= 64 else 32, 64, 32, 4 if block_d <= 128 else 8
 
 
 def _blocks_of_grad_table(dtype: torch.dtype, width: int) -> tuple[int, int, int, int, int | None]:
     """Queries of a step, distances of a block, warps, stages, most registers of a thread."""
     # Most sequences have few steps of a block, so steps are short, to waste less of the last one,
-    # and are not pipelined. Few warps repeat less of the work that is the same for all warps. The
-    # registers are limited to what the loop takes, as the addition of the splits would take more;
-    # not for widths that are not read in vectors, where the loop takes all.
+    # and are not pipelined. The registers of wide heads are limited to what the loop takes, as the
+    # addition of the splits would take more; not for widths that are not read in vectors, where
+    # the loop takes all.
     block_d = padded_width(width)
     if dtype == torch.float32:
         return 32 if block_d <= 128 else 16, 32, 8, 1, None
-    warps, registers = (2 if block_d <= 64 else 4, 168) if block_d <= 128 else (8, 128)
+    if block_d <= 64:
+        return 16, 64, 4, 1, None
+    warps, registers = (4, 168) if block_d <= 128 else (8, 128)
     return 16, 64, warps, 1, registers if width % 16 == 0 else None
