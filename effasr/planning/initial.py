@@ -526,7 +526,8 @@ class Initial:
         )
         return (
             f"{middle} on this machine's {device.type}, {least} to {most} by the quartiles of "
-            f"{len(speeds)} steps (median {median:.3g} s of audio a second{decoding}{_busy()})"
+            f"{len(speeds)} steps (median {median:.3g} s of audio a second{decoding}"
+            f"{_busy(device)})"
         )
 
     def _decoding_rate(self, settings: TrainConfig, device: torch.device) -> float:
@@ -566,13 +567,18 @@ class Initial:
         return size, frames, tokens[fitting] + PROMPT_TOKENS
 
 
-def _busy() -> str:
+def _busy(device: torch.device) -> str:
     """Return a remark if other programs use the processors during the measurement."""
     if not hasattr(os, "getloadavg"):
         return ""
     load, processors = os.getloadavg()[0], os.cpu_count() or 1
     # The measurement itself contributes a load of one per processor.
-    return f"; other programs ran, load {load:.0f}" if load > 2 * processors else ""
+    if load <= 2 * processors:
+        return ""
+    # Threads that wait for one another's processor can take forty times as long as one thread.
+    threaded = device.type == "cpu" and torch.get_num_threads() > 1
+    remedy = ": set OMP_NUM_THREADS=1 to measure and train in one thread" if threaded else ""
+    return f"; other programs ran, load {load:.0f}{remedy}"
 
 
 def _check_languages(counts: Survey, tokenizer: Tokenizer, init_from: str | Path | None) -> None:

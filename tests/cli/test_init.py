@@ -121,6 +121,20 @@ def test_the_time_is_a_median_with_a_range_and_has_validations(workplace, monkey
 
 
 @pytest.mark.parametrize(
+    ("load", "threads", "remark"), [(4, 2, False), (9, 1, False), (9, 2, True)]
+)
+def test_threads_on_a_busy_machine_are_warned_of(load, threads, remark, workplace, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(initial, "measure", lambda request: Measurement(fits=True, speeds=(9.0,)))
+    folder = workplace.folder
+    text = Initial.of([folder / "train"], tokenizer=folder / "tokenizer").expected_time()
+    assert ("other programs ran, load 9" in text) == (load == 9)
+    assert ("OMP_NUM_THREADS=1" in text) == remark
+
+
+@pytest.mark.parametrize(
     ("frames", "tokens", "kept"),
     [(40, 9, 2), (900, 9, 1), (40, 2000, 1), (900, 2000, 1), (None, None, 0)],
 )

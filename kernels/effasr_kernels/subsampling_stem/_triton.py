@@ -40,7 +40,8 @@ def configs(dtype: torch.dtype, channels: int, major: int) -> tuple[Config, Conf
     if dtype == torch.float32:
         # Products without tensor cores need both factors in registers, so tiles are small.
         return Config(32, 32, 256, 4), Config(32, 32, 256, 4)
-    return (Config(32, min(padded, 64), 256, 4),) * 2
+    both = Config(32, min(padded, 64), 256, 4)
+    return both, both
 
 
 def unsupported_reason(a: StemArguments) -> str | None:
