@@ -548,25 +548,6 @@ def compiled_counts() -> str:
     return markdown(titles, [[*key, *line] for key, line in lines.items()])
 
 
-def attention_counts() -> str:
-    """Work of the attention kernels that the emulator has run, forward + backward."""
-    lines = []
-    for (frames, name), rows in grouped(read("attention_counts"), "frames", "attention").items():
-        cells = zip(*map(_counts, rows), strict=True)
-        lines.append([f"{int(frames):,}", name, *map(" + ".join, cells)])
-    titles = ["frames", "attention", "M instructions", "of 64 x 64 scores"]
-    titles += ["products of 16 x 8 x 16", "MB moved", "registers", "shared kB", "blocks x warps"]
-    return markdown(titles, lines, texts=2)
-
-
-def _counts(row: Row) -> tuple[str, ...]:
-    names = ("scores", "instructions", "products", "moved", "shared", "threads")
-    scores, instructions, products, moved, shared, threads = (int(row[x]) for x in names)
-    work = f"{instructions / scores:,.0f}", f"{products / scores / (16 * 8 * 16):,.0f}"
-    sizes = f"{moved / 1e6:,.1f}", row["registers"], f"{shared / 1e3:.0f}"
-    return f"{instructions / 1e6:.2f}", *work, *sizes, f"{row['blocks']} x {threads // 32}"
-
-
 # Little speech, and experts
 
 CORPORA = {"en": "English, 1.2 h", "nl": "Dutch, 0.6 h", "en+nl": "both"}
@@ -793,7 +774,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(conversations, straggler, streaming, audio_without_text, second_pass, speech_llm),
         causal_second_pass,
         *(compiled_counts, small_data, optimizers, large_batches, hosts, subsampling),
-        *(other_language, whisper_finetuning, mixed_batches, attention_counts, forgetting),
+        *(other_language, whisper_finetuning, mixed_batches, forgetting),
         *(whisper_windows, whisper_speed, experts, small_corpora, finetuning_summary),
         *(gpu_training, gpu_encoder, gpu_ops),
     )

@@ -53,24 +53,9 @@ __device__ void multiply_group(float (&sums)[N][4], const uint32_t (&a)[4], uint
         "n"(kAdds), "n"(kAcross));
   }
 }
-// The same of tiles; a lies with its columns contiguous where kAcrossA, else its rows.
-template <class T, int kAcrossA, int kAcross, int kAdds, int N>
-__device__ void multiply_tiles(float (&sums)[N][4], uint64_t a, uint64_t b) {
-  if constexpr (N == 8) {
-    EFFASR_GROUP_PRODUCT(
-        64, "%32, %33, %34, 1, 1, %35, %36", "l"(a), "l"(b), "n"(kAdds), "n"(kAcrossA), "n"(kAcross));
-  } else {
-    EFFASR_GROUP_PRODUCT(
-        32, "%16, %17, %18, 1, 1, %19, %20", "l"(a), "l"(b), "n"(kAdds), "n"(kAcrossA), "n"(kAcross));
-  }
-}
 // Of 128 bytes of the rows of a tile: the words' exchange by 128 bytes, and 1024 from 8 rows to the next.
 __device__ inline uint64_t descriptor(uint32_t address) {
   return uint64_t{1} << 62 | uint64_t{64} << 32 | uint64_t{1} << 16 | address >> 4;
-}
-// Of 8 x 8 matrices of 128 bytes each, so many bytes from one to the next along what is summed, and along lines.
-__device__ inline uint64_t descriptor(uint32_t address, int along_sum, int along_lines) {
-  return uint64_t(along_lines >> 4) << 32 | uint64_t(along_sum >> 4) << 16 | address >> 4;
 }
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 template <int N>
@@ -108,33 +93,6 @@ __device__ void multiply_group_columns(float (&sums)[D / 8][4], const uint32_t (
       multiply_group<T, 1, true>(
           reinterpret_cast<GroupSums&>(sums[n]), a[k], b + (n / 8 * kPanel + k * 16 * 128) / 16);
   end_products(sums);
-}
-
-// Stores 16 x 16 numbers, a left operand: four matrices of which each lane gives the address of a row.
-__device__ inline void store_matrices(uint32_t address, const uint32_t (&x)[4]) {
-  if constexpr (kHasGroups)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-// sums (+)= a b^T for the 64 rows of a tile and 64 or 32 of another.
-template <class T, int D, bool kAdds, int N>
-__device__ void multiply_tile_rows(float (&sums)[N][4], uint64_t a, uint64_t b) {
-  multiply_tiles<T, 0, 0, kAdds>(sums, a, b);
-#pragma unroll
-  for (int k = 1; k < D / 16; ++k) {
-    const int at = (k / 4 * kPanel + k % 4 * 32) / 16;
-    multiply_tiles<T, 0, 0, true>(sums, a + at, b + at);
-  }
-}
-// sums += a b for 64 rows of a tile, which are 64 columns of a; `step` is from 16 of these to the next, in 16 bytes.
-template <class T, int D, int kAcrossA>
-__device__ void multiply_tile_columns(float (&sums)[D / 8][4], uint64_t a, int step, uint64_t b) {
-#pragma unroll
-  for (int n = 0; n < D / 8; n += 8)
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      multiply_tiles<T, kAcrossA, 1, true>(
-          reinterpret_cast<GroupSums&>(sums[n]), a + k * step, b + (n / 8 * kPanel + k * 16 * 128) / 16);
 }
 
 // As many columns as the last 8 of the 128 and a skew of 15 reach.

@@ -32,15 +32,6 @@ struct Range {
   __device__ bool holds(int key) const { return key >= first && key < end; }
 };
 
-// Queries that see a key: the same with queries and keys exchanged.
-struct Seers {
-  int first, end;
-  __device__ Seers(const AttentionCall& p, int first_key, int last_key, int queries) {
-    first = max(first_key - p.right, 0) / p.chunk * p.chunk;
-    end = min(((last_key + p.left) / p.chunk + 1) * p.chunk, queries);
-  }
-};
-
 // Writes scores by position of 8 distances, from the x-th on.
 template <int kKeys>
 __device__ void write_distances(float* ring, const float (&sums)[4], int x) {

@@ -57,7 +57,7 @@ struct Places {
   }
 };
 
-// The left operands of products: 16 rows of a warp, in registers or in a tile.
+// The left operands of products: 16 rows of a warp, in registers.
 template <int D>
 struct Held {
   uint32_t numbers[D / 16][4];
@@ -66,14 +66,6 @@ struct Held {
     for (int i = 0; i < 4; ++i) x[i] = numbers[k][i];
   }
 };
-template <int D>
-struct Stored {
-  int tile, row;
-  __device__ void fragment(uint32_t (&x)[4], const Places<D>& at, int k) const {
-    load_matrices<false>(x, at.below[k % 4] + (tile + row * 128) + k / 4 * kPanel);
-  }
-};
-
 // sums += a b^T for 16 N rows of a tile from `row` on, a multiple of 16, all D columns. Behind row 127 comes row 0,
 // for what two tiles hold as a ring.
 template <class T, int D, int N, class Left>
@@ -92,17 +84,14 @@ __device__ void multiply_rows(float (&sums)[2 * N][4], const Left& a, const Plac
   }
 }
 
-// sums += a b for 16 rows of a tile from `row` on, a multiple of 16, which are 16 columns of a, in registers, and
-// 16 N of the tile's columns: all, or half of them, the first or the second.
-template <class T, int D, int N = D / 16>
+// sums += a b for 16 rows of a tile from `row` on, a multiple of 16, which are 16 columns of a, in registers.
+template <class T, int D>
 __device__ void multiply_columns(
-    float (&sums)[2 * N][4], const uint32_t (&a)[4], const Places<D>& at, int tile, int row, int half = 0) {
+    float (&sums)[D / 8][4], const uint32_t (&a)[4], const Places<D>& at, int tile, int row) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
+  for (int n = 0; n < D / 16; ++n) {
     uint32_t right[4];
-    // Of 64 columns half are two places, of 128 a panel.
-    const uint32_t place = D == 64 && N == 2 ? (half ? at.below[n + 2] : at.below[n]) : at.below[n % 4] + half * kPanel;
-    load_matrices<true>(right, place + (tile + row_of<D>(row)) + n / 4 * kPanel);
+    load_matrices<true>(right, at.below[n % 4] + (tile + row_of<D>(row)) + n / 4 * kPanel);
     T::multiply(sums[2 * n], a, right[0], right[1]);
     T::multiply(sums[2 * n + 1], a, right[2], right[3]);
   }

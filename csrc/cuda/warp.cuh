@@ -21,9 +21,6 @@ struct BFloat16 {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(0x3f803f80), "r"(b));
     return pair;
   }
-  static __device__ float2 unpack(uint32_t pair) {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-  }
   // sums += a b, of 16 x 16 and 16 x 8 numbers.
   static __device__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -45,13 +42,6 @@ struct Float16 {
     uint32_t pair;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(0x3c003c00), "r"(b));
     return pair;
-  }
-  static __device__ float2 unpack(uint32_t pair) {
-    const uint16_t low = pair & 0xffff, high = pair >> 16;
-    float2 numbers;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(numbers.x) : "h"(low));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(numbers.y) : "h"(high));
-    return numbers;
   }
   static __device__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -99,10 +89,6 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <int kPending>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ inline void store_word(uint32_t to, const uint4& x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 // Four 8 x 8 matrices from shared memory, of which each lane gives the address of a row.

@@ -2,14 +2,10 @@
 
 import argparse
 import hashlib
-import itertools
-import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
 from collections import Counter, defaultdict
@@ -57,10 +53,6 @@ def counts(arguments: Sequence[str] | None = None) -> int:
         wavefronts    of shared memory, and by how much bank conflicts multiply them: 1.00 is none
         products      multiplications of tensor cores for each instruction
 
-    --json prints totals of the forward and the backward, with the resources of the kernel that has
-    most instructions, as nvcc compiles it. `moved` are bytes of the sectors that a launch reads,
-    and that it writes, each once; `scores` tiles of 64 x 64 scores of all heads.
-
     Counts are exact and need no GPU; what they cost in time only a GPU tells. A line without
     sectors or wavefronts computes.
     """
@@ -74,11 +66,8 @@ def counts(arguments: Sequence[str] | None = None) -> int:
     add("--architecture", type=int, choices=(80, 90), default=90)
     add("--worst", type=int, default=3, help="lines for each kernel")
     add("--backend", choices=("triton", "cuda"), default="triton")
-    add("--json", action="store_true")
     add("--lengths", type=Path, help="durations: JSON lines, .tsv, or numbers")
     options = parser.parse_args(arguments)
-    if options.json and not shutil.which("nvcc"):
-        parser.error("--json needs nvcc on the PATH: leave --json out, or install CUDA's nvcc")
     widths = Widths(vocabulary=options.vocabulary)
     durations = read_durations(options.lengths) if options.lengths else drawn_durations()
     sizes = options.frames, options.head_width, durations
@@ -87,12 +76,6 @@ def counts(arguments: Sequence[str] | None = None) -> int:
     head = ["instructions", "sectors", "x needed", "wavefronts", "x conflicts", "products"]
     for case in (case for group in ops.GROUPS for case in group(workload)):
         if not ops.selected(case, options):
-            continue
-        if options.json:
-            rows = totals(case, options.architecture, options.backend)
-            tiles = (-(-n // 64) for n in workload.frame_layout.lengths)
-            scores = {"scores": widths.heads * sum(n * n for n in tiles)}
-            harness.show(json.dumps({name: scores | row for name, row in rows.items()}))
             continue
         try:
             count(case, options.architecture, options.backend)
@@ -113,46 +96,13 @@ def counts(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def totals(case: Case, architecture: int, backend: str) -> dict[str, dict[str, int | str]]:
-    """Counts of each pass, and the resources of its largest kernel."""
-    rows, before = {}, []
-    for name in ("forward", "backward"):
-        count(case, architecture, backend, only_forward=name == "forward")
-        works = [sum(lines_of(x).values(), Counter()) for x in binaries()]
-        # The second run has the forward, too.
-        pairs = itertools.zip_longest(works, before, fillvalue=Counter())
-        works, before = [work - done for work, done in pairs], works
-        _, largest = max(zip(works, binaries(), strict=True), key=lambda pair: pair[0]["issued"])
-        figures = {"kernel": largest.program.name, **sum(works, Counter())}
-        rows[name] = figures | resources(largest, architecture)
-    return rows
-
-
-def resources(binary: Binary, architecture: int) -> dict[str, int]:
-    """Registers of a thread, bytes of shared memory, threads, and blocks on a multiprocessor."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(binary.ptx)
-        file.flush()
-        target = f"-arch=sm_{architecture}" + ("a" if architecture == 90 else "")
-        command = "nvcc", "-cubin", target, "-Xptxas", "-v", "-o", os.devnull, file.name
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    report = done.stderr.partition(f"function '{binary.program.entry}'")[2]
-    registers = int(report.partition("Used ")[2].partition(" ")[0])
-    threads, shared = binary.program.threads, binary.shared_bytes + binary.program.shared_bytes
-    # Registers of a warp come by 256; a block takes 1 KiB of shared memory more.
-    blocks = min(65_536 // (-(-registers // 8) * 8 * threads), 233_472 // (shared + 1_024))
-    return {"registers": registers, "shared": shared, "threads": threads, "blocks": blocks}
-
-
-def count(
-    case: Case, architecture: int, backend: str = "triton", *, only_forward: bool = False
-) -> None:
+def count(case: Case, architecture: int, backend: str = "triton") -> None:
     """Run a case forward and backward; kernels have the counts of this case alone."""
     for binary in binaries():
         binary.counts[:] = array("Q", bytes(8 * len(binary.counts)))
     contender = case.ours(backend)
     with emulated(architecture, counted=True):
-        if contender.upstream and not only_forward:
+        if contender.upstream:
             contender.gradients()
         else:
             contender.results()

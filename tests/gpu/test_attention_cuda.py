@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from effasr_kernels import BackendUnavailable, Context, RelativeBias, attention
-from effasr_kernels.attention import _cuda
 from effasr_kernels.packed import PackedLayout
 from effasr_kernels.runtime import cuda
 from tests.gpu.conftest import EMULATED, INTERPRETED
@@ -87,41 +86,33 @@ def test_values(
     check_values(_case(sizes, **options), number, device, "cuda", tail=5)
 
 
-_PAIRS, _SCORES, _GROUP = "attention_backward.cu", "cuda/gradients.cuh", "cuda/group.cuh"
+_FORWARD, _SCORES, _GROUP = "attention_forward.cu", "cuda/scores.cuh", "cuda/group.cuh"
 _MUTANTS = {
-    "barrier before reuse": (_PAIRS, "__syncthreads();\n      // In the tile of weights", "//"),
-    "barrier behind stores": (_PAIRS, "__syncthreads();\n      if constexpr", "if constexpr"),
-    "barrier behind products": (
-        _PAIRS,
-        "__syncthreads();\n      if (x.query < end)",
-        "if (x.query < end)",
+    "barrier before reuse": (
+        _FORWARD,
+        "__syncthreads();\n    if constexpr (!k",
+        "if constexpr (!k",
     ),
-    "fence of stores": (
-        _PAIRS,
-        "publish();\n      __syncthreads();\n      if",
-        "__syncthreads();\n if",
-    ),
-    "fence of registers": (_PAIRS, "begin_products();\n          add_half(0);", "add_half(0);"),
-    "wait for copies": (_PAIRS, "wait_for_copies<0>();", ""),
-    "wait for products": (_PAIRS, "end_products(of_query);\n          end_products(grad_k);", ""),
+    "barrier behind copies": (_FORWARD, "publish();\n    __syncthreads();\n    // All", "// All"),
+    "wait for values": (_FORWARD, "wait_for_copies<1>();", ""),
     "commit of products": (_GROUP, "wgmma.commit_group.sync.aligned;", ""),
-    "ring of scores": (_SCORES, "n - 6 + 2 * number", "n - 5 + 2 * number"),
-    "ring of the table": (_PAIRS, "table(upper ^ 1)", "table(upper)"),
-    "half of distances": (_PAIRS, "store_distances(of_distance, 1);\n          load", "load"),
-    "gradients by distance": (_SCORES, "(kOctetBytes - 128)", "kOctetBytes"),
-    "order of words": (_SCORES, "to ^ i * 32", "to + i * 32"),
-    "mask of the last keys": (_SCORES, "i % 2 >= end", "i % 2 > end"),
-    "mask of the first keys": (_SCORES, "i % 2 < first", "i % 2 <= first"),
-    "dropout of weights": (_SCORES, "i % 2 ? 0xffff : 0xffff0000", "i % 2 ? 0xffff0000 : 0xffff"),
-    "order of columns": (_PAIRS, "column / 4 & 2", "column / 2 & 2"),
-    "splits of a distance": (_PAIRS, "left &= left - 1", "left = 0"),
+    "ring of scores": (_GROUP, "step * kRows + warp() * 16 + 8 * n", "warp() * 16 + 8 * n"),
+    "ring of the table": (_FORWARD, "(step + 1) % 2 * kTile", "step % 2 * kTile"),
+    "mask of the last keys": (_FORWARD, "i % 2 >= seen[i / 2].end", "i % 2 > seen[i / 2].end"),
+    "mask of the first keys": (
+        _FORWARD,
+        "i % 2 < seen[i / 2].first",
+        "i % 2 < 0 * seen[i / 2].first",
+    ),
+    "dropout of weights": (_SCORES, "i / 2 * 2 + n % 2", "i / 2 * 2 + 1 - n % 2"),
+    "sum of the weights": (_FORWARD, "total[half] *= shrink;", ""),
 }
 
 
 @pytest.mark.skipif(EMULATED != 90, reason="changes what is compiled for sm_90a")
 @pytest.mark.parametrize("name", _MUTANTS)
-@pytest.mark.representative(name=["fence of stores", "ring of scores"])
-def test_mutants_of_the_backward(
+@pytest.mark.representative(name=["barrier behind copies", "ring of scores"])
+def test_mutants_of_the_forward(
     name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The emulator, or the comparison with the reference, notices each."""
@@ -141,16 +132,14 @@ def test_mutants_of_the_backward(
         check_values(case, BFLOAT16, device, "cuda", tail=5)
 
 
-def test_biases_and_gradients_need_no_alignment(device: torch.device) -> None:
+def test_biases_need_no_alignment(device: torch.device) -> None:
     layout, found = PackedLayout.from_lengths([3], device), []
     for first in (0, 1):
-        buffers = [torch.linspace(-1, 1, 320, device=device).roll(first).to(BFLOAT16)] * 2
-        views = [x[first:][: 64 * n] for x, n in zip(buffers, (1, 3), strict=True)]
-        bias, grad = views[0].view(1, 64), views[1].view(3, 1, 64)
-        q, table = torch.ones_like(grad).requires_grad_(), torch.ones(5, 1, 64, device=device)
-        position = RelativeBias(bias, bias, table.to(BFLOAT16))
-        attention(q, q, q, layout, position=position, backend="cuda").backward(grad)
-        found.append(q.grad)
+        buffer = torch.linspace(-1, 1, 128, device=device).roll(first).to(BFLOAT16)
+        bias, q = buffer[first:][:64].view(1, 64), torch.ones(3, 1, 64, device=device).to(BFLOAT16)
+        v = torch.arange(192, device=device).view(3, 1, 64).to(BFLOAT16)
+        position = RelativeBias(bias, bias, v.repeat(2, 1, 1)[:5])
+        found.append(attention(q, q, v, layout, position=position, backend="cuda"))
     assert torch.equal(*found)
 
 
@@ -166,14 +155,9 @@ def test_compiled(device: torch.device) -> None:
         ({"width": 32}, "needs a head width of 64 or 128, not 32"),
         ({"width": 64, "dtype": torch.float32}, "computes in float16 and bfloat16, not in float32"),
         ({"width": 64, "scale": -0.5}, "needs a positive scale, not -0.5"),
-        ({"width": 64, "capability": (8, 9)}, "its backward needs more shared memory than .* 8.9"),
     ],
 )
-def test_refusals(
-    options: dict[str, Any], reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "capability" in options:
-        monkeypatch.setattr(_cuda, "capability", lambda device: options["capability"])
+def test_refusals(options: dict[str, Any], reason: str, device: torch.device) -> None:
     size = 3, 1, options["width"]
     q = torch.zeros(size, dtype=options.get("dtype", BFLOAT16), device=device)
     position = RelativeBias(q[0], q[0], q.new_zeros(5, *size[1:]))

@@ -231,7 +231,7 @@ def test_a_study_that_has_left_the_tree_runs_in_a_checkout(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none"], r"`GRID` must be a file or one of attention_counts, .* but is none"),
+        (["none"], r"`GRID` must be a file or one of audio_without_text, .* but is none"),
         (
             ["padding", "--set", "list=a"],
             r"`--set` must be NAME=VALUE with NAME of lists, .* list=a",

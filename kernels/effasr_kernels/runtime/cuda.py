@@ -17,7 +17,7 @@ from effasr_kernels.runtime import native
 
 LIBRARY, FAILURE = "_cuda.so", "_cuda_failure.txt"
 """Files that ``setup.py`` writes to the package: the library, or why its build failed."""
-INTERFACE = 3
+INTERFACE = 4
 """Version of the structures; equals EFFASR_CUDA_INTERFACE in csrc/attention_cuda.h."""
 _HOW_TO_BUILD = "with nvcc, EFFASR_BUILD_CUDA=1 pip install . builds it: csrc/README.md"
 
