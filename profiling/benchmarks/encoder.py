@@ -1,6 +1,6 @@
 """Forward and backward of a FastConformer L encoder, from mel frames, beside transformers'.
 
-    python profiling/bench.py encoder [--output ROWS.csv] [--budget-s S] [--tiny]
+    python profiling/bench.py encoder [--output ROWS.csv] [--budget-s S] [--modes MODE ...] [--tiny]
 
 Utterances of one length, so that nobody computes padding: 103 of 10.2 s and 37 of 20.5 s, those of
 NeMo's published steps (NVIDIA/NeMo 16052). bfloat16 on a GPU, by autocast.
@@ -94,6 +94,7 @@ def _step_of(encoder: Encoder, mode: str, device: torch.device) -> Callable[[int
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("encoder", __doc__)
     parser.add_argument("--budget-s", type=float, default=120.0)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of a GPU")
     parser.add_argument("--tiny", action="store_true", help="two short utterances, on a CPU")
     options = parser.parse_args(arguments)
     device = torch.device("cpu") if options.tiny else harness.default_device()
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config, sizes = SIZES["tiny" if options.tiny else "large"]
     end, repeats, peak = time.monotonic() + options.budget_s, 20 if gpu else 2, peak_flops(device)
     table = harness.Table(COLUMNS, options.output, device)
-    systems = [("effasr", mode) for mode in (MODES if gpu else MODES[:1])]
+    systems = [("effasr", mode) for mode in (options.modes if gpu else MODES[:1])]
     for count, length in sizes:
         noise = np.random.default_rng(0).standard_normal((count, round(length * 16_000)))
         audio = list(0.1 * noise.astype(np.float32))
