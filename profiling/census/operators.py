@@ -5,9 +5,10 @@ between two operators, and kernels that read a tensor twice, are not considered.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
@@ -62,6 +63,24 @@ def tensors_of(*values: Any) -> list[Tensor]:
 def device_of(x: Tensor) -> str:
     """Return the device type of a tensor; querying a fake one directly is a slow operator call."""
     return x.fake_device.type if isinstance(x, FakeTensor) else x.device.type
+
+
+def waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host waits for all that it has queued: for a copy from or to it, or a number."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return device_of(args[0]) != "cpu"
+    if func is torch.ops.aten.scalar_tensor.default:
+        # Of an assignment such as ``x[0] = 1``, which on CUDA copies the number from the host.
+        return torch.device(kwargs.get("device") or "cpu").type != "cpu"
+    if func is torch.ops.aten.copy_.default:
+        target, source, *rest = args
+        places, non_blocking = {device_of(target), device_of(source)}, any(rest)
+    elif func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+        places = {device_of(args[0]), torch.device(kwargs["device"]).type}
+        non_blocking = False
+    else:
+        return False
+    return len(places) > 1 and not (non_blocking or kwargs.get("non_blocking", False))
 
 
 def launches(func: Any, args: Sequence[Any]) -> int:

@@ -47,6 +47,7 @@ class Recorder(TorchDispatchMode):
         """Record tensors of a device type; ``frames`` is the number of encoder frames (rows)."""
         super().__init__()
         self.entries: list[Entry] = []
+        self.waits: list[str] = []  # where the host waits for the device
         self._device, self._frames = device, frames
         self._names = {module: name for name, module in model.named_modules()}
         self._modules: list[str] = []
@@ -81,6 +82,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if operators.waits(func, args, kwargs):
+            self.waits.append(f"{operators.name_of(func)} in {(self._ranges or ['the step'])[-1]}")
         out = func(*args, **kwargs)
         tensors = operators.tensors_of(args, kwargs, out)
         on_device = [x for x in tensors if operators.device_of(x) == self._device]

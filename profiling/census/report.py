@@ -69,6 +69,7 @@ def summarize(recorded: Recorded, model: str) -> dict[str, Any]:
         ),
         "graph_refused": reason,
         "launches_update": launches_of(update),
+        "waits": recorded.waits,
         "launches_of": _grouped(micro_batch, _kind, launches_of),
         "bytes": _sum(entries, "bytes"),
         "programs": _sum(entries, "programs"),
@@ -202,6 +203,7 @@ def growth(before: dict[str, Any], now: dict[str, Any], most: float) -> list[str
         if new > old * (1 + most):
             share = f" ({100 * (new / old - 1):+.1f} %)" if old else ""
             lines.append(f"{now['model']}: {name} has grown from {old:,} to {new:,}{share}")
+    lines += [f"{now['model']}: the host waits for the GPU: {x}" for x in now.get("waits", ())]
     lines += [
         f"{now['model']}: programs_per_live of {name} must be at most {MOST_PER_LIVE}, but is "
         f"{ratio}"

@@ -30,6 +30,7 @@ class Recorded:
     config: TrainConfig
     batch: Batch
     entries: list[Entry]
+    waits: list[str]
     parameters: int
 
 
@@ -66,7 +67,7 @@ def record(model: str, frame_budget: int, overrides: Sequence[str] = ()) -> Reco
             with recorders[-1].recording():
                 train_step(state, [fake_batch(batch)], step)
     parameters = sum(x.numel() for x in network.parameters())
-    return Recorded(config, batch, recorders[-1].entries, parameters)
+    return Recorded(config, batch, recorders[-1].entries, recorders[-1].waits, parameters)
 
 
 def _of_preset(

@@ -62,6 +62,28 @@ def test_a_call_takes_the_larger_time_of_its_bytes_and_its_products() -> None:
     assert roofline_ms(entries) == max(3, 2) + max(1, 2 * 2) + 2 + 2
 
 
+def test_copies_from_and_to_the_host_wait() -> None:
+    x, other = torch.ones(3), torch.ones(3, device="meta")
+    calls = [
+        (aten.copy_.default, (other, x), {}, True),
+        (aten.copy_.default, (other, x, True), {}, False),
+        (aten.copy_.default, (x, x.clone()), {}, False),
+        (aten._to_copy.default, (x,), {"device": "meta"}, True),
+        (aten._to_copy.default, (x,), {"device": "meta", "non_blocking": True}, False),
+        (aten._to_copy.default, (x,), {"dtype": torch.float64}, False),
+        (aten._local_scalar_dense.default, (other,), {}, True),
+        (aten.scalar_tensor.default, (1,), {"device": "meta"}, True),
+        (aten.scalar_tensor.default, (1,), {}, False),
+        (aten.add.Tensor, (x, x), {}, False),
+    ]
+    for func, args, kwargs, expected in calls:
+        assert operators.waits(func, args, kwargs) == expected
+    (line,) = growth(
+        BASELINE["canary_180m_flash"], BASELINE["canary_180m_flash"] | {"waits": ["a"]}, 0
+    )
+    assert "the host waits for the GPU: a" in line
+
+
 def test_views_launch_nothing() -> None:
     x = torch.ones(6, 4)
     for func in (aten.t.default, aten.empty_like.default, aten.detach.default):
