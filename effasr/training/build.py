@@ -23,6 +23,7 @@ from effasr.distributed.grad_sync import FlatGradientSync, gradient_sync
 from effasr.distributed.process_group import DistributedContext
 from effasr.model.asr import ASRModel
 from effasr.model.cost import recomputed_costs
+from effasr.model.encoder import FastConformerEncoder
 from effasr.model.learning_cost import learning_cost, learning_text_cost, unreached_layers
 from effasr.nn.experts import ExpertFeedForward, ExpertUse
 from effasr.nn.stack import apply_activation_checkpointing, compile_layers
@@ -223,7 +224,10 @@ def build_train_state(
     parameters = (p for p in trained.parameters() if p.requires_grad)
     buffers = [*trained.buffers(), *([] if adascale is None else [adascale.square])]
     run = partial(run_micro_batch, state)
-    graph = cuda_graph.MicroBatchGraph(run, context.device, parameters, buffers)
+    encoder = model.encoder
+    if not (isinstance(encoder, FastConformerEncoder) and len(encoder.config.context) > 1):
+        encoder = None
+    graph = cuda_graph.MicroBatchGraph(run, context.device, parameters, buffers, encoder=encoder)
     return replace(state, graph=graph)
 
 

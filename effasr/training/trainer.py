@@ -26,7 +26,7 @@ from effasr.distributed.process_group import DistributedContext, distributed_con
 from effasr.model.asr import Durations
 from effasr.nn.lora import merged
 from effasr.nn.parameters import matching
-from effasr.training import build
+from effasr.training import build, cuda_graph
 from effasr.training.checkpointing.resume import Saved, identity
 from effasr.training.checkpointing.run_checkpoints import TENSORS, RunCheckpoints
 from effasr.training.checkpointing.state import OptimizerState, RunProgress, Stateful
@@ -201,6 +201,8 @@ class Trainer:
         self.state = build.build_train_state(
             config, self.model, group, make_averager, learners, baseline
         )
+        if context.rank == 0 and (reason := cuda_graph.missed(config, context.device)):
+            log.warning("%s.", reason)
         if is_sharded(self.state):
             checkpoints.share(context)
         self.validate = self._make_validator()

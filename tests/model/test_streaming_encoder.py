@@ -16,7 +16,6 @@ from effasr.model.cost import cost_model
 from effasr.model.encoder import FastConformerConfig, FastConformerEncoder
 from effasr.model.streaming_encoder import StreamingEncoder
 from effasr.training import step as training_step
-from effasr.training.cuda_graph import obstacles_of_model
 from effasr.training.seeds import sample
 from effasr_kernels import Context, PackedLayout
 from tests.support.small_model import shake
@@ -174,13 +173,3 @@ def test_each_step_trains_with_its_context(tiny_config):
         training_step._sample_attention_context(state, step)
         assert model.train().encoder.context == sample(contexts, 3, step)
         assert model.eval().encoder.context == CONTEXT
-
-
-def test_a_graph_has_one_context(tiny_config):
-    def settings(*contexts):
-        encoder = dataclasses.replace(tiny_config.encoder, context=contexts)
-        model = dataclasses.replace(tiny_config, encoder=encoder)
-        return [item.setting for item in obstacles_of_model(model, torch.device("cuda"))]
-
-    assert settings() == settings(CONTEXT) == []
-    assert settings(CONTEXT, Context(8, 0, 6)) == ["model.encoder.context"]

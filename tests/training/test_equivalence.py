@@ -29,7 +29,7 @@ from effasr.training.config import LoopConfig, TrainConfig
 from effasr.training.cuda_graph import MicroBatchGraph
 from effasr.training.resolve import resolve_config
 from effasr.training.step import run_micro_batch, train_step
-from effasr_kernels import PackedLayout, PackedSequence
+from effasr_kernels import Context, PackedLayout, PackedSequence
 from tests.gpu.live_memory import Sizes
 from tests.training.conftest import make_batch, without_randomness
 from tests.training.shortage import shortage
@@ -158,6 +158,34 @@ def graphed(model, train_state):
     return replace(train_state, graph=graph)
 
 
+def test_each_context_has_a_recording(make_train_state, model_config, batches):
+    contexts, drawn, results = (Context(4, 0, 2), Context(2, 0, 1)), [], []
+
+    def capture(run):
+        context = model.encoder.context
+        drawn.append(context)
+        replay, outputs = record(run)
+
+        def replay_of_its_context():
+            assert model.encoder.context == context
+            replay()
+
+        return replay_of_its_context, outputs
+
+    several = replace(model_config, encoder=replace(model_config.encoder, context=contexts))
+    for is_recorded in (False, True):
+        model, state = make_train_state(model=several)
+        if is_recorded:
+            parts = model.parameters(), model.buffers(), capture, model.encoder
+            graph = MicroBatchGraph(partial(run_micro_batch, state), torch.device("cpu"), *parts)
+            state = replace(state, graph=graph)
+        for step in range(6):
+            train_step(state, [batches[step]], step)
+        results.append([x.clone() for x in model.state_dict().values()])
+    torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
+    assert sorted(drawn, key=contexts.index) == list(contexts)
+
+
 def test_the_recording_has_inputs_of_its_own(make_train_state, batches):
     model, train_state = make_train_state()
     before = [x.clone() for x in batches[0].tensors()]
@@ -242,6 +270,10 @@ def test_the_default_records_wherever_it_can(overrides, settings):
     on_cpu = cuda_graph.obstacles(config, torch.device("cpu"))
     assert [x.setting for x in on_cpu] == [*settings, "training.device"]
     assert not cuda_graph.uses_graph(config, torch.device("cpu"))
+    told = cuda_graph.missed(config, GPU)
+    assert (told is None) == (not settings)
+    assert all(f"{x}: " in str(told) for x in settings)
+    assert cuda_graph.missed(config, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -249,6 +281,7 @@ def test_a_choice_is_not_changed(asked):
     overrides = ["training.activation_checkpointing=true", f"training.cuda_graph={asked}"]
     config = configuration.load(TrainConfig, "small", overrides)
     assert cuda_graph.uses_graph(config, GPU) == asked
+    assert cuda_graph.missed(config, GPU) is None
     if asked:
         # The messages are those of `obstacles`.
         with pytest.raises(ValueError, match=r"cannot be rewound while a graph is recorded"):
