@@ -69,7 +69,7 @@ def missed(config: TrainConfig, device: torch.device) -> str | None:
         return None
     reasons = "; ".join(f"{x.setting}: {x.reason}" for x in against)
     return (
-        f"micro-batches are no CUDA graph ({reasons}), so that the host launches each kernel; on an "
+        f"micro-batches are no CUDA graph ({reasons}): the host launches each kernel, and on an "
         "H200 steps of 0.2 to 1 billion weights take 3 to 7 times as long"
     )
 
