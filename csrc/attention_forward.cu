@@ -10,8 +10,6 @@
 
 namespace effasr {
 
-constexpr int kThreads = 128;
-
 // Queries of a warp plus either bias, rounded once; past the sequence the biases.
 template <class T, int D>
 __device__ void load_queries(
@@ -44,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   constexpr int kKeyTile = 2 * kTileBytes<D>, kValueTile = 3 * kTileBytes<D>;
   const uint32_t tiles = shared_address(shared);
   const Places<D> at(tiles);
-  constexpr int kRingPitch = kHasGroups ? kGroupPitch : kPitch<kRows>;
+  constexpr int kRingPitch = kHasGroups ? kGroupPitch : kPitch;
   float* ring = reinterpret_cast<float*>(shared + 4 * kTileBytes<D>) + warp() * 16 * kRingPitch;
 
   Held<D> by_content, by_position;
@@ -62,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   const auto copy_table = [&](int block) {
     const uint32_t to = tiles + block % 2 * kTileBytes<D>;
     const int first = largest_distance - block * kRows;
-    copy_rows<D, kThreads, -1>(to, table + int64_t{first} * p.table_row, p.table_row, first, 2 * p.reach - 1);
+    copy_rows<D, -1>(to, table + int64_t{first} * p.table_row, p.table_row, first, 2 * p.reach - 1);
   };
   const int64_t seed = p.dropped ? *p.seed : 0;
   const float scale_log2 = p.scale * 1.44269504f;
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
   if (begin < end) {
     copy_table(0);
     copy_table(1);
-    copy_rows<D, kThreads>(tiles + kKeyTile, k + int64_t{begin} * p.k_row, p.k_row, begin, keys);
+    copy_rows<D>(tiles + kKeyTile, k + int64_t{begin} * p.k_row, p.k_row, begin, keys);
     commit_copies();
   }
   for (int key = begin, step = 0; key < end; key += kRows, ++step) {
@@ -79,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
     publish();
     __syncthreads();
     // All warps have multiplied the last values.
-    copy_rows<D, kThreads>(tiles + kValueTile, v + int64_t{key} * p.v_row, p.v_row, key, keys);
+    copy_rows<D>(tiles + kValueTile, v + int64_t{key} * p.v_row, p.v_row, key, keys);
     commit_copies();
     float scores[8][4];
     if constexpr (kHasGroups) {
@@ -92,15 +90,15 @@ __global__ void __launch_bounds__(kThreads, D == 64 ? 3 : 2) attention_forward(c
       multiply_group_rows<T, D, true, D == 64 ? 4 : 8>(scores, by_content, tiles + kKeyTile);
     } else {
       const int row = step % 2 * kRows + 48 - 16 * warp();
-      write_scores<T, D, kRows>(ring, by_position, at, 0, row, step == 0);
-      read_scores<kRows>(scores, ring);
+      write_scores<T, D>(ring, by_position, at, 0, row, step == 0);
+      read_scores(scores, ring);
       multiply_rows<T, D, 4>(scores, by_content, at, kKeyTile, 0);
     }
     __syncthreads();
     if constexpr (!kHasGroups) keep_scores(ring);
     if (key + kRows < end) {
       copy_table(step + 2);
-      copy_rows<D, kThreads>(tiles + kKeyTile, k + int64_t{key + kRows} * p.k_row, p.k_row, key + kRows, keys);
+      copy_rows<D>(tiles + kKeyTile, k + int64_t{key + kRows} * p.k_row, p.k_row, key + kRows, keys);
     }
     commit_copies();
 

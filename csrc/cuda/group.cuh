@@ -1,5 +1,5 @@
-// Products of a group of four warps on sm_90a, 16 rows of each: wgmma, whose left operands are in registers or in
-// shared memory. The tensor cores read tiles in shared memory, and write sums to registers, while warps go on; so the
+// Products of a group of four warps on sm_90a, 16 rows of each: wgmma, whose left operands are in registers.
+// The tensor cores read tiles in shared memory, and write sums to registers, while warps go on; so the
 // registers of a product are not to be touched between `begin_products` and `end_products`.
 //
 // The scores by distance go through a ring as in `scores.cuh`. But the four warps multiply the same 64 distances, so

@@ -12,15 +12,11 @@ struct Launch {
   void* stream;
 
   int run(void (*kernel)(AttentionCall)) const {
-    cudaError_t error = cudaFuncSetAttribute(
+    const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
-    // As many threads as its bound, which depends on the GPU.
-    cudaFuncAttributes compiled;
-    error = cudaFuncGetAttributes(&compiled, kernel);
-    if (error != cudaSuccess) return error;
     const dim3 grid(programs, call->heads);
-    kernel<<<grid, compiled.maxThreadsPerBlock, shared_bytes, static_cast<cudaStream_t>(stream)>>>(*call);
+    kernel<<<grid, kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(*call);
     return cudaGetLastError();
   }
 };

@@ -1,4 +1,4 @@
-// The scores of 16 queries of a warp and 64 or 32 keys, with a position:
+// The scores of 16 queries of a warp and 64 keys, with a position:
 //
 //   s_ij = (q_i + u) k_j + (q_i + v) r_(i - j)
 //
@@ -16,10 +16,8 @@
 namespace effasr {
 
 constexpr int kKept = 16;  // columns that stay
-// Pitch in words of a ring for so many keys: reads of pairs meet no other in a bank, as 4 pitches are 0, 24, 16
-// and 8 mod 32.
-template <int kKeys>
-constexpr int kPitch = kKeys + kKept + 8;
+// Pitch in words of the ring: reads of pairs meet no other in a bank, as 4 pitches are 0, 24, 16 and 8 mod 32.
+constexpr int kPitch = kRows + kKept + 8;
 
 // Keys that a query sees: those of its chunk, and some to the left and right (`effasr_kernels.Context`).
 struct Range {
@@ -33,45 +31,43 @@ struct Range {
 };
 
 // Writes scores by position of 8 distances, from the x-th on.
-template <int kKeys>
-__device__ void write_distances(float* ring, const float (&sums)[4], int x) {
+__device__ inline void write_distances(float* ring, const float (&sums)[4], int x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     // Query r meets distance x, counted from the largest, at key x + r - 15.
     const int r = lane() / 4 + i / 2 * 8, key = x + 2 * (lane() % 4) + i % 2 + r - 15;
-    if (x >= kKept || key >= 0) ring[r * kPitch<kKeys> + key] = sums[i];
+    if (x >= kKept || key >= 0) ring[r * kPitch + key] = sums[i];
   }
 }
 
 // Writes scores by position of 16 N distances to the ring, from the x-th on. The tiles at `table` hold 128 rows in a
 // ring, by falling distance; `row` is that of the largest distance of the warp's queries and these keys, a multiple of 16.
-template <class T, int D, int N, int kKeys, class Left>
+template <class T, int D, int N>
 __device__ void write_scores_from(
-    float* ring, const Left& queries, const Places<D>& at, int table, int row, int x) {
+    float* ring, const Held<D>& queries, const Places<D>& at, int table, int row, int x) {
   float sums[2 * N][4] = {};
   multiply_rows<T, D, N>(sums, queries, at, table, row + x);
 #pragma unroll
-  for (int n = 0; n < 2 * N; ++n) write_distances<kKeys>(ring, sums[n], x + 8 * n);
+  for (int n = 0; n < 2 * N; ++n) write_distances(ring, sums[n], x + 8 * n);
 }
 
-// The scores by position of the next 32 or 64 keys; of the first ones all distances are new.
-template <class T, int D, int kKeys, class Left>
+// The scores by position of the next 64 keys; of the first ones all distances are new.
+template <class T, int D>
 __device__ void write_scores(
-    float* ring, const Left& queries, const Places<D>& at, int table, int row, bool is_first) {
-  if (is_first) write_scores_from<T, D, 1, kKeys>(ring, queries, at, table, row, 0);
+    float* ring, const Held<D>& queries, const Places<D>& at, int table, int row, bool is_first) {
+  if (is_first) write_scores_from<T, D, 1>(ring, queries, at, table, row, 0);
 #pragma unroll
-  for (int x = kKept; x < kKept + kKeys; x += 32)
-    write_scores_from<T, D, 2, kKeys>(ring, queries, at, table, row, x);
+  for (int x = kKept; x < kKept + kRows; x += 32)
+    write_scores_from<T, D, 2>(ring, queries, at, table, row, x);
   __syncwarp();
 }
 
-template <int kKeys>
-__device__ void read_scores(float (&scores)[kKeys / 8][4], const float* ring) {
+__device__ inline void read_scores(float (&scores)[8][4], const float* ring) {
 #pragma unroll
-  for (int n = 0; n < kKeys / 8; ++n)
+  for (int n = 0; n < 8; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float* at = ring + (lane() / 4 + 8 * half) * kPitch<kKeys> + 8 * n + 2 * (lane() % 4);
+      const float* at = ring + (lane() / 4 + 8 * half) * kPitch + 8 * n + 2 * (lane() % 4);
       const float2 two = *reinterpret_cast<const float2*>(at);
       scores[n][2 * half] = two.x, scores[n][2 * half + 1] = two.y;
     }
@@ -81,7 +77,7 @@ __device__ void read_scores(float (&scores)[kKeys / 8][4], const float* ring) {
 __device__ inline void keep_scores(float* ring) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float* at = ring + (lane() / 4 + 8 * half) * kPitch<kRows> + lane() % 4 * 4;
+    float* at = ring + (lane() / 4 + 8 * half) * kPitch + lane() % 4 * 4;
     *reinterpret_cast<float4*>(at) = *reinterpret_cast<float4*>(at + kRows);
   }
 }

@@ -9,6 +9,7 @@
 namespace effasr {
 
 constexpr int kRows = 64;  // of a tile: queries, keys or distances
+constexpr int kThreads = 128;  // of a block: four warps
 
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
@@ -30,7 +31,7 @@ __device__ int row_of(int row) {
 
 // Begins to copy 64 rows, all threads of the block together: row i is row first + kStep i of a matrix in global memory
 // that has rows from 0 to end - 1; of others it is zero. `row_first` is where the first row is or would be.
-template <int D, int kThreads, int kStep = 1>
+template <int D, int kStep = 1>
 __device__ void copy_rows(uint32_t tile, const uint16_t* row_first, int stride, int first, int end) {
   // A multiple of 8, so that a thread's words have one place in their rows.
   constexpr int kWords = D / 8, kApart = kThreads / kWords;
@@ -61,27 +62,20 @@ struct Places {
 template <int D>
 struct Held {
   uint32_t numbers[D / 16][4];
-  __device__ void fragment(uint32_t (&x)[4], const Places<D>&, int k) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = numbers[k][i];
-  }
 };
 // sums += a b^T for 16 N rows of a tile from `row` on, a multiple of 16, all D columns. Behind row 127 comes row 0,
 // for what two tiles hold as a ring.
-template <class T, int D, int N, class Left>
-__device__ void multiply_rows(float (&sums)[2 * N][4], const Left& a, const Places<D>& at, int tile, int row) {
+template <class T, int D, int N>
+__device__ void multiply_rows(float (&sums)[2 * N][4], const Held<D>& a, const Places<D>& at, int tile, int row) {
 #pragma unroll
-  for (int k = 0; k < D / 16; ++k) {
-    uint32_t left[4];
-    a.fragment(left, at, k);
+  for (int k = 0; k < D / 16; ++k)
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       uint32_t right[4];
       load_matrices<false>(right, at.beside[k % 4] + (tile + row_of<D>((row + 16 * n) & 127)) + k / 4 * kPanel);
-      T::multiply(sums[2 * n], left, right[0], right[1]);
-      T::multiply(sums[2 * n + 1], left, right[2], right[3]);
+      T::multiply(sums[2 * n], a.numbers[k], right[0], right[1]);
+      T::multiply(sums[2 * n + 1], a.numbers[k], right[2], right[3]);
     }
-  }
 }
 
 // sums += a b for 16 rows of a tile from `row` on, a multiple of 16, which are 16 columns of a, in registers.

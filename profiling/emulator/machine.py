@@ -17,7 +17,7 @@ from emulator.parse import Operations, Parser, Program
 _SOURCES = Path(__file__).parent / "native"
 _MOST_STEPS = 20_000_000
 _OPTIONS = ("-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-shared")
-COUNTS = ("issued", "sectors", "needed", "wavefronts", "fewest", "products", "moved")
+COUNTS = ("issued", "sectors", "needed", "wavefronts", "fewest", "products")
 """Counters of each instruction; see ``native/counts.h``."""
 
 
@@ -52,7 +52,6 @@ class Binary:
     constants: array
     specials: array
     counts: array
-    ptx: str
     shared_bytes: int  # dynamic
 
 
@@ -113,7 +112,6 @@ def load(ptx: str, kernel: str = r"\w+", shared_bytes: int = 0) -> Binary:
         flat(constants),
         flat(program.specials),
         array("Q", bytes(8 * len(COUNTS) * len(program.code))),
-        ptx,
         shared_bytes,
     )
 

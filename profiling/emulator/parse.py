@@ -44,7 +44,6 @@ class Operations:
 @dataclass(slots=True)
 class Program:
     name: str = ""
-    entry: str = ""  # the name in the PTX
     parameters: list[tuple[int, int]] = field(default_factory=list)
     parameter_bytes: int = 0
     threads: int = 0
@@ -74,7 +73,7 @@ class Parser:
         entry = re.search(rf"\.entry\s+({kernel})\s*\(", text)
         if entry is None:
             raise Unknown(f"no kernel {kernel}")
-        program.name, program.entry = _plain(entry[1]), entry[1]
+        program.name = _plain(entry[1])
         opening = text.index("{", entry.start())
         # Nothing but other kernels and debug information follows the kernel's last brace.
         body = text[opening + 1 : text.index("\n}", opening)]

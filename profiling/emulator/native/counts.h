@@ -13,7 +13,6 @@ struct Counts {
   uint64_t wavefronts = 0; // of shared memory
   uint64_t fewest = 0;     // as many as there would be without bank conflicts
   uint64_t products = 0;   // multiplications of tensor cores
-  uint64_t moved = 0;      // bytes of sectors that launches read, and that they write, each once; of the first instruction
 };
 
 inline void count_global(Counts& counts, std::vector<uint64_t>& at, uint32_t bytes) {

@@ -398,7 +398,6 @@ extern "C" int ptx_run(const Launch* launch, char* error, int error_bytes, int* 
       block->run();
       *steps += block->steps();
     }
-    if (launch->counts) launch->counts->moved += global.moved();
     return 0;
   } catch (const std::exception& problem) {
     std::strncpy(error, problem.what(), error_bytes - 1);

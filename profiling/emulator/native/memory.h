@@ -123,19 +123,6 @@ class Memory {
     for (Trace& x : traces(at, bytes, "multiplies")) --x.products;
   }
 
-  // Bytes of sectors that were read, and that were written.
-  uint64_t moved() const {
-    uint64_t bytes = 0;
-    for (const Region& x : regions_)
-      for (size_t i = 0; i < x.traces.size();) {
-        bool read = false, written = false;
-        for (const size_t end = std::min(i + 32, x.traces.size()); i < end; ++i)
-          read |= x.traces[i].read != 0, written |= x.traces[i].written != 0;
-        bytes += 32 * (read + written);
-      }
-    return bytes;
-  }
-
   bool holds(uint64_t at, uint32_t bytes) { return find(at, bytes) != nullptr; }
 
  private:
