@@ -23,7 +23,7 @@ OWN = {
     "matmul": "multiply multiply_transposed rank_parts",
     "normalisation": "add_norm add_norm_backward normalize normalize_backward normalize_rows "
     "sum_gradients update",
-    "optimizer": "adamw_chunk",
+    "optimizer": "adamw_chunk adamw_squares",
 }
 """Kernels of effasr_kernels by category."""
 LAMBDA = (

@@ -96,6 +96,9 @@ def launch(
     if not INTERPRETED:
         # Triton launches on the current device, which may differ from the tensors' device.
         device = next(x.device for x in args if isinstance(x, Tensor))
+        if device.index == torch.cuda.current_device():  # a tenth of the time of a launch less
+            kernel[tuple(grid)](*args, **constants, **options)
+            return
         with torch.cuda.device(device):
             kernel[tuple(grid)](*args, **constants, **options)
         return

@@ -97,7 +97,7 @@ class Table:
         self._point_to(gradients)
         squares = torch.empty(len(self._chunks), device=self._chunks.device)
         launch(
-            squares_of_chunk,
+            adamw_squares,
             (len(self._chunks),),
             *(self._rows, self._gradients, self._chunks, squares),
             read=[x for x in gradients if x is not None],
@@ -239,7 +239,7 @@ def _update(
 
 
 @triton.jit
-def squares_of_chunk(rows, gradients, chunks, squares, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def adamw_squares(rows, gradients, chunks, squares, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Write the sum of the squares of a chunk of a gradient; arguments as in `adamw_chunk`."""
     number = tl.load(chunks + 2 * tl.program_id(0))
     begin = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
