@@ -288,6 +288,8 @@ def resolve(path: str | Path) -> Path:
     if checkpoints := newest_first(folder):
         return checkpoints[0]
     problem = f"has neither {DESCRIPTION} nor checkpoints/step_*"
+    if path.is_file() and (path.parent / "config.json").is_file():
+        path = path.parent  # the weights of a folder
     if path.suffix == ".nemo" or (path / "config.json").is_file() or any(path.glob("*.nemo")):
         line = shlex.join(["effasr", "import", str(path), f"models/{path.stem}"])
         problem = f"was not imported: `{line}`, and name models/{path.stem}"

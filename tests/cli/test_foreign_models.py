@@ -230,3 +230,13 @@ def test_another_class_is_refused_with_those_that_are_read(effasr, whisper, tmp_
     # Whatever else the folder has not.
     (whisper / "tokenizer.json").unlink()
     assert effasr("import", whisper, tmp_path / "out").error == failed.error
+
+
+def test_a_classifier_and_weights_without_their_folder_are_named(
+    effasr, whisper, tmp_path, workplace
+):
+    failed = effasr("transcribe", "--run", whisper / "model.safetensors", workplace.wav)
+    assert f"was not imported: `effasr import {whisper} models/source`" in failed.error
+    update(whisper / "config.json", architectures=["WhisperForAudioClassification"])
+    failed = effasr("import", whisper, tmp_path / "out")
+    assert "must be of a model that transcribes, but is WhisperForAudioClass" in failed.error

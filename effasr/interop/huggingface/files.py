@@ -96,6 +96,13 @@ def read_config(directory: Path, *model_types: str) -> dict[str, Any]:
             f"`model_type` must be {' or '.join(model_types)}, but is {mapping.get('model_type')} "
             f"in {directory / 'config.json'}."
         )
+    names = mapping.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if str(name).endswith(("Classification", "XVector")):
+            raise ValueError(
+                f"`architectures` must be of a model that transcribes, but is {name} in "
+                f"{directory / 'config.json'}: import the model that it was fine-tuned from."
+            )
     return mapping
 
 
