@@ -69,8 +69,8 @@ def missed(config: TrainConfig, device: torch.device) -> str | None:
         return None
     reasons = "; ".join(f"{x.setting}: {x.reason}" for x in against)
     return (
-        f"micro-batches are no CUDA graph ({reasons}): the host launches each kernel, and on an "
-        "H200 steps of 0.2 to 1 billion weights take 3 to 7 times as long"
+        f"micro-batches are not recorded as CUDA graphs ({reasons}), so the host launches each "
+        "kernel: on an H200 steps of 0.2 to 1 billion weights take 3 to 7 times as long"
     )
 
 

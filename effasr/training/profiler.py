@@ -114,6 +114,9 @@ class StepProfiler:
             self._dump_memory()
             raise
         if self._profiler is not None:
+            if step < self._config.first_step:
+                # What the warm-up has queued is no work of the steps that are recorded.
+                self._synchronize()
             self._profiler.step()
         if step == self._last:
             self.close()

@@ -51,6 +51,17 @@ def test_kineto_records_the_configured_steps_alone(tmp_path, first, steps, numbe
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.json.gz"]
 
 
+def test_what_the_warm_up_has_queued_ends_before_the_recording(tmp_path, monkeypatch):
+    events = []
+    waits = lambda self: events.append("wait")
+    monkeypatch.setattr(StepProfiler, "_synchronize", waits)
+    monkeypatch.setattr(torch.profiler.profile, "step", lambda self: events.append("next"))
+    capture = StepProfiler(ProfileConfig(tool="kineto", first_step=2, steps=2), CPU, tmp_path)
+    record(capture, range(4))
+    # Before the warm-up and behind it, and before the recording ends.
+    assert events == ["wait", "wait", "next", "next", "next", "wait"]
+
+
 def test_nothing_is_recorded_unless_asked_or_past_the_wanted_steps(tmp_path):
     record(StepProfiler(ProfileConfig(), CPU, tmp_path), range(30))
     record(StepProfiler(ProfileConfig(tool="kineto"), CPU, tmp_path), range(25, 40))

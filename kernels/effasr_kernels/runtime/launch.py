@@ -6,7 +6,7 @@ these launches for a GPU that need not be present.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +96,9 @@ def launch(
     if not INTERPRETED:
         # Triton launches on the current device, which may differ from the tensors' device.
         device = next(x.device for x in args if isinstance(x, Tensor))
-        if device.index == torch.cuda.current_device():  # a tenth of the time of a launch less
-            kernel[tuple(grid)](*args, **constants, **options)
-            return
-        with torch.cuda.device(device):
+        # To set the device takes 4 of the 31 us of a launch (host of an H200).
+        is_current = device.index == torch.cuda.current_device()
+        with nullcontext() if is_current else torch.cuda.device(device):
             kernel[tuple(grid)](*args, **constants, **options)
         return
     if any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in args):
